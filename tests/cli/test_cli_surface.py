@@ -68,7 +68,7 @@ BAD_INPUT = [
     ),
     (["serve", "x", "--api-key", ""], "--api-key is empty"),
     (["bench", "--out", "."], "cannot write .: Is a directory"),
-    (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be above 0"),
+    (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be at least 1"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "it has no tokenizer.json"),
 ]
 BAD_OPTIONS = [

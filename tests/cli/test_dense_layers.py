@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_bitnet.cli import analyze, reproduce
+from sparse_bitnet.cli import paper
 from sparse_bitnet.errors import UserError
 from sparse_bitnet_paper.runs import plan as planned
 from sparse_bitnet_paper.scales import QuickstartConfig
@@ -35,8 +35,8 @@ def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
     save_file(weights, tmp_path / "model" / "model.safetensors")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match=r"172 is not a multiple of 8.*--dense-layers"):
-        analyze.main(["model"])
-    analyze.main([*DOWN, "model"])
+        paper.analyze(["model"])
+    paper.analyze([*DOWN, "model"])
     found = json.loads((tmp_path / "analysis" / "weights.json").read_text())
     assert [layer["name"] for layer in found[0]["layers"]] == ["model.layers.0.mlp.up_proj"]
 
@@ -45,7 +45,7 @@ def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
     "command",
     [
         lambda typo: QuickstartConfig(dense_layers=typo),
-        lambda typo: reproduce.main(
+        lambda typo: paper.reproduce(
             ["table2", "--scale", "smoke", "--dry-run", "--dense-layers", typo]
         ),
     ],

@@ -11,7 +11,7 @@ import pytest
 from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.cli import chat, generate
+from sparse_bitnet.cli import generate
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
@@ -95,7 +95,7 @@ def test_what_is_piped_in_and_no_text_is_one_line(folder, capsys, monkeypatch, e
         generate.main([folder, "--max-tokens", "1"])
     pipe()
     with pytest.raises(UserError, match="standard input") if errors == "strict" else nullcontext():
-        chat.main([folder, "--max-tokens", "1"])
+        generate.chat([folder, "--max-tokens", "1"])
     assert capsys.readouterr().out == ""
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_done_is_one_line(folder, options, words, capsys):
 def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
     lines = "some words\n\n/reset\nsome words\n/unknown\nmore\n/exit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    chat.main([folder, "--temperature", "0", "--max-tokens", "6", "--stats"])
+    generate.chat([folder, "--temperature", "0", "--max-tokens", "6", "--stats"])
     output = capsys.readouterr()
     answers = output.out.split(" [cut off: --max-tokens]\n")
     assert len(answers) == 4
@@ -159,7 +159,7 @@ def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
 
 def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 5000 + "\nshort\n"))
-    chat.main([folder, "--max-tokens", "3"])
+    generate.chat([folder, "--max-tokens", "3"])
     output = capsys.readouterr()
     assert output.err.endswith("start over, or write less (/reset starts over)\n")
     assert output.err.count("\n") == 1
@@ -168,7 +168,7 @@ def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch)
 
 def test_an_answer_that_the_context_cuts_off_says_so(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("some words\n"))
-    chat.main([folder, "--max-tokens", "900", "--context-length", "40", "--temperature", "0"])
+    generate.chat([folder, "--max-tokens", "900", "--context-length", "40", "--temperature", "0"])
     assert capsys.readouterr().out.endswith(" [cut off: the context is full, /reset starts over]\n")
 
 
@@ -178,7 +178,7 @@ def test_a_model_without_template_says_so(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "final")
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
-        chat.main([str(copy)])
+        generate.chat([str(copy)])
 
 
 class Interrupting(io.StringIO):
@@ -195,7 +195,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nmore\n"))
     monkeypatch.setattr(sys, "stdout", output)
     before = signal.getsignal(signal.SIGINT)
-    chat.main([folder, "--max-tokens", "30", "--temperature", "0"])
+    generate.chat([folder, "--max-tokens", "30", "--temperature", "0"])
     first, second, rest = output.getvalue().split("]\n")
     assert first.endswith(" [stopped")
     assert len(first) < 20

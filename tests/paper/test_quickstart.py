@@ -12,7 +12,7 @@ from rich.console import Console
 import sparse_bitnet.training.train_run
 from made_up_results import read_rows
 from sparse_bitnet.cli import evaluate as evaluate_cli
-from sparse_bitnet.cli import quickstart as cli
+from sparse_bitnet.cli import paper as cli
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet_paper import record
@@ -123,14 +123,14 @@ def test_command_says_how_to_go_on(text, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(record, "train", stopped)
     with pytest.raises(SystemExit) as exit_:
-        cli.run(small(text, tmp_path / "q"))
+        cli.run_quickstart(small(text, tmp_path / "q"))
     assert exit_.value.code == 130
     assert "the same command continues" in capsys.readouterr().err
 
 
 def test_command_prints_table_sample_and_places(finished, capsys):
     config, *_ = finished
-    cli.run(config)
+    cli.run_quickstart(config)
     printed = capsys.readouterr().out
     for expected in ("full, dense", "ternary, 6:8", "26.31", "indicative", "report.html", "final"):
         assert expected in printed

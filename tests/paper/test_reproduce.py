@@ -17,8 +17,7 @@ from rich.console import Console
 
 from made_up_results import read_rows
 from sparse_bitnet.checkpoint.build_model import build_model
-from sparse_bitnet.cli import report as report_cli
-from sparse_bitnet.cli import reproduce as reproduce_cli
+from sparse_bitnet.cli import paper as cli
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import device
@@ -228,12 +227,12 @@ def test_an_interrupted_set_goes_on_where_it_was(
     if count == 1:
         monkeypatch.setattr(record, "train", interrupt_at(5))
     with interrupt_at_a_checkpoint(out, count > 1), pytest.raises(SystemExit) as stopped:
-        reproduce_cli.run(scale, ["sweep"], out=out, **options)
+        cli.train_set(scale, ["sweep"], out=out, **options)
     monkeypatch.undo()
     assert stopped.value.code == 130
     assert "the same command continues" in capsys.readouterr().out.replace("\n", " ")
     assert len(Results(out).rows) < 2
-    reproduce_cli.run(scale, ["sweep"], out=out, **options)
+    cli.train_set(scale, ["sweep"], out=out, **options)
     assert sorted(row["format"] for row in read_rows(out)) == ["full-8:8", "ternary-8:8"]
     assert set(Results(out).curves.groupby("run").step.max()) == {steps}
 
@@ -293,7 +292,7 @@ def test_the_command_writes_below_the_results_and_prints_the_claims(
     own.write_text("mine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    report_cli.main([str(smoke)])
+    cli.report([str(smoke)])
     printed = capsys.readouterr().out
     assert own.read_text("utf-8") == "mine"
     assert (smoke / "report.md").is_file()
@@ -358,7 +357,7 @@ def test_what_cannot_be_rendered_or_written_is_one_line(smoke, tmp_path):
 
 
 def dry_run(capsys, *arguments):
-    reproduce_cli.main([*arguments, "--dry-run"])
+    cli.reproduce([*arguments, "--dry-run"])
     return capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
-from sparse_bitnet.cli import analyze as analyze_cli
+from sparse_bitnet.cli.paper import analyze
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -248,12 +248,12 @@ def test_a_run_folder_shows_its_checkpoints_over_time(ours, tmp_path):
 def test_the_command_shows_names_as_they_are(ours, tmp_path, monkeypatch, capsys):
     shutil.move(ours, tmp_path / "run[v2]")
     monkeypatch.chdir(tmp_path)
-    analyze_cli.main(["run[v2]"])
+    analyze(["run[v2]"])
     printed = capsys.readouterr().out
     for words in ("run[v2]", "near-zero", "weights.html"):
         assert words in printed
     with pytest.raises(UserError, match=r"x\[/b\]"):
-        analyze_cli.main(["x[/b]"])
+        analyze(["x[/b]"])
 
 
 @pytest.mark.parametrize(
@@ -268,5 +268,5 @@ def test_the_command_shows_names_as_they_are(ours, tmp_path, monkeypatch, capsys
 def test_what_cannot_be_analysed_is_said(ours, checkpoints, pattern, message, monkeypatch):
     monkeypatch.chdir(ours.parent)
     with pytest.raises(UserError, match=message):
-        analyze_cli.main([*checkpoints, "--pattern", pattern, "--out", str(ours.parent / "out")])
+        analyze([*checkpoints, "--pattern", pattern, "--out", str(ours.parent / "out")])
     assert not (ours.parent / "out").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model, with_sub_norms
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.cli.distill import main
+from sparse_bitnet.cli.train import distill
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -282,13 +282,13 @@ def test_sub_norms_of_other_families() -> None:
 def test_the_command(distil: Any, teacher: Path, tmp_path: Path) -> None:
     options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
     out = tmp_path / "run"
-    main([str(teacher), str(out), "--data", distil().data, *options.split()])
+    distill([str(teacher), str(out), "--data", distil().data, *options.split()])
     stored = TrainConfig.from_json((out / "config.json").read_text(), "")
     assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 1e-3)
-    main([str(teacher), str(out), "--data", distil().data])
+    distill([str(teacher), str(out), "--data", distil().data])
     with pytest.raises(UserError, match="distill: OUT is missing"):
-        main([str(teacher), "--steps", "1"])
+        distill([str(teacher), "--steps", "1"])
     with pytest.raises(UserError, match="more is one argument too many"):
-        main([str(teacher), str(out), "more"])
+        distill([str(teacher), str(out), "more"])
     with pytest.raises(UserError, match="TEACHER and OUT come first; leave --teacher out"):
-        main([str(teacher), str(out), "--teacher", "other"])
+        distill([str(teacher), str(out), "--teacher", "other"])

@@ -17,9 +17,27 @@ PACKAGES = (
 @command("env")
 def main() -> None:
     """Print versions, devices and kernels; attach it to a bug report."""
-    for name, value in environment().items():
+    rows = {}
+    for name in PACKAGES:
+        try:
+            rows[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            rows[name] = "not installed"
+    rows["python"] = platform.python_version()
+    rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    try:
+        from sparse_bitnet import _cpu
+
+        rows["engine"] = ", ".join(_cpu.supported_isas())  # the fastest first
+    except ImportError as error:
+        rows["engine"] = f"not built ({error})"
+    rows["cpu"] = f"{available_cores()} cores"
+    has_torch = find_spec("torch") is not None
+    if has_torch:
+        rows |= _torch_devices()
+    for name, value in rows.items():
         print(f"{name:<14} {value}")
-    if find_spec("torch") is None:
+    if not has_torch:
         print("\nwithout torch packed models run on the CPU engine: generate, chat, serve, bench")
         return
     print("\nkernels")
@@ -30,49 +48,18 @@ def main() -> None:
         print(f"  {kernel.name:<12} {in_use:<9} {kernel.reason}")
 
 
-def environment() -> dict[str, str]:
-    """Versions and devices, for reports and result files."""
-    rows = {name: _version(name) for name in PACKAGES}
-    rows["python"] = platform.python_version()
-    rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    rows["engine"] = _engine()
-    if find_spec("torch") is None:
-        rows["cpu"] = f"{available_cores()} cores"
-        return rows
+def _torch_devices() -> dict[str, str]:
     import torch
 
     from sparse_bitnet.training.device import cpu_has_fast_bf16
 
-    rows["cpu"] = (
-        f"{available_cores()} cores, {torch.get_num_threads()} torch threads, "
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        gpus.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+    return {
+        "cpu": f"{available_cores()} cores, {torch.get_num_threads()} torch threads, "
         f"{torch.backends.cpu.get_cpu_capability()}, "
-        f"{'fast' if cpu_has_fast_bf16() else 'no fast'} bfloat16"
-    )
-    if torch.cuda.is_available():
-        rows["gpu"] = ", ".join(_gpu(index) for index in range(torch.cuda.device_count()))
-    else:
-        rows["gpu"] = "none visible to torch"
-    return rows
-
-
-def _engine() -> str:
-    """The instruction sets of the CPU engine here, the fastest first."""
-    try:
-        from sparse_bitnet import _cpu
-    except ImportError as error:
-        return f"not built ({error})"
-    return ", ".join(_cpu.supported_isas())
-
-
-def _gpu(index: int) -> str:
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+        f"{'fast' if cpu_has_fast_bf16() else 'no fast'} bfloat16",
+        "gpu": ", ".join(gpus) or "none visible to torch",
+    }

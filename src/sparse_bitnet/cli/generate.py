@@ -1,17 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-bitnet generate`: continue a prompt with any checkpoint, as it is computed."""
+"""`sparse-bitnet generate` and `sparse-bitnet chat`: texts of any checkpoint, as they are computed."""
 
+import contextlib
+import signal
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from sparse_bitnet.cli.arguments import CheckpointArgument, command
-from sparse_bitnet.cli.text_options import SpeculationOptions, TextOptions, read_text
+from sparse_bitnet.cli.arguments import HIDDEN, CheckpointArgument, command
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.text_batches import GenerateResult
+    from sparse_bitnet.engine.protocol import InferenceEngine
+    from sparse_bitnet.generation.conversation import Conversation
+    from sparse_bitnet.generation.grammar import Grammar
+    from sparse_bitnet.generation.open_model import OpenModel
+    from sparse_bitnet.generation.speculation import Speculation
+    from sparse_bitnet.generation.text_batches import GenerateOptions, GenerateResult
+
+HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(SamplingOptions):
+    """How a text goes on, and where it ends."""
+
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+
+    top_p: float = 0.95
+    """Draw from the smallest set of most likely tokens that has this share of the probability."""
+
+    logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
+
+    stop: tuple[str, ...] = ()
+    """Strings that end the text."""
+
+    json_schema: str | None = None
+    """The text is JSON of this schema: a file, or the schema itself; {} for any JSON."""
+
+    regex: str | None = None
+    """The text matches this regular expression as a whole."""
+
+    grammar_file: str | None = None
+    """The text follows the rules in this file: GBNF as of llama.cpp, or llguidance's Lark."""
+
+    def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
+        """The same for a call."""
+        from sparse_bitnet.generation.text_batches import GenerateOptions
+
+        return GenerateOptions(max_new_tokens=max_new_tokens, stop=self.stop, sampling=self)
+
+    def grammar(self) -> "Grammar | None":
+        """The grammar that the text has to satisfy, if any. Raises `UserError` for two, or a bad one."""
+        names = ("json_schema", "regex", "grammar_file")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"give either {' or '.join(given)}")
+        if not given:
+            return None
+        from sparse_bitnet.generation.grammar import Grammar
+
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.grammar_file is not None:
+            return Grammar.rules(_read_text("--grammar-file", self.grammar_file))
+        schema = str(self.json_schema)
+        is_file = not schema.lstrip().startswith("{")
+        return Grammar.json_text(_read_text("--json-schema", schema) if is_file else schema)
+
+
+@dataclass(kw_only=True)
+class SpeculationOptions:
+    """Tokens that are guessed ahead: the same text, sooner where it repeats itself."""
+
+    speculative_tokens: int = 7
+    """Most tokens guessed ahead of a text and computed with its next one (cpu); as many as pay by what
+    that takes on this machine. 0: none."""
+
+    draft: str | None = None
+    """A smaller packed model with the same tokenizer, to guess where the text itself does not (cpu)."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        if not 0 <= self.speculative_tokens <= 63:
+            raise UserError(f"--speculative-tokens {self.speculative_tokens}: must be 0 to 63")
+        if self.draft is not None and self.speculative_tokens == 0:
+            raise UserError("--draft guesses tokens: leave out --speculative-tokens 0")
+
+    def open(self, model: "OpenModel", engine: EngineOptions) -> "Speculation | None":
+        """For one scheduler of this model; None where nothing is to be guessed.
+
+        Raises `UserError` for a draft model that does not fit, or that nothing could use.
+        """
+        from sparse_bitnet.generation.speculation import Speculation
+
+        if not model.engine.batch_invariant:
+            if self.draft is not None:
+                raise UserError("--draft is an option of the CPU engine, which does not run here")
+            return None
+        if self.speculative_tokens == 0:
+            return None
+        draft = None if self.draft is None else _open_draft(self.draft, model, engine)
+        return Speculation(model.engine, most=self.speculative_tokens, draft=draft)
+
+
+def _open_draft(folder: str, model: "OpenModel", engine: EngineOptions) -> "InferenceEngine":
+    from sparse_bitnet.generation.open_model import is_packed, open_model
+
+    if not Path(folder).exists():
+        raise UserError(f"--draft {folder}: there is no such folder")
+    if not is_packed(folder):
+        raise UserError(f"--draft {folder}: not a packed model; `sparse-bitnet pack` makes one")
+    draft = open_model(folder, replace(engine, engine="cpu", context_length=None))
+    if draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
+        draft.engine.close()
+        raise UserError(
+            f"--draft {folder}: its tokenizer is not that of the model; give a smaller model of the "
+            "same family"
+        )
+    return draft.engine
 
 
 @dataclass(kw_only=True)
@@ -29,6 +141,16 @@ class GenerateConfig:
 
     stats: bool = False
     """Print tokens a second at the end, on standard error."""
+
+    def read_prompt(self) -> str:
+        """The prompt, wherever it comes from."""
+        if self.prompt is not None:
+            return self.prompt
+        if self.prompt_file is None and sys.stdin.isatty():
+            raise UserError(
+                "nothing to continue: give --prompt TEXT, --prompt-file, or pipe text in"
+            )
+        return _read_text("--prompt-file", self.prompt_file or "-")
 
 
 @command("generate")
@@ -62,7 +184,7 @@ def main(
         print(f"through transformers: {model.note}", file=sys.stderr)
     guesses = speculation.open(model, engine)
     form = None if grammar is None else model.grammars(model.end_tokens).start(grammar)
-    prompt = _prompt(config)
+    prompt = config.read_prompt()
     tokens = model.first_tokens(prompt)
     print(prompt, end="", flush=True)
     try:
@@ -79,29 +201,137 @@ def main(
     finally:
         print()  # what goes wrong is said on a line of its own
     if config.stats:
-        print(statistics(result, model.engine_name), file=sys.stderr)
+        _print_statistics(result, model.engine_name)
     model.engine.close()
 
 
-def _prompt(config: GenerateConfig) -> str:
-    if config.prompt is not None:
-        return config.prompt
-    if config.prompt_file is None and sys.stdin.isatty():
-        raise UserError("nothing to continue: give --prompt TEXT, --prompt-file, or pipe text in")
-    return read_text("--prompt-file", config.prompt_file or "-")
+def _read_text(option: str, path: str) -> str:
+    """What a file holds, or standard input ("-"). Raises `UserError` that names the option."""
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path}: {error}") from error
 
 
-def statistics(result: "GenerateResult", engine_name: str) -> str:
-    """One line: tokens and tokens a second of prompt and text."""
+def _print_statistics(result: "GenerateResult", engine_name: str) -> None:
     (text,) = result.texts
     prefill, decode = result.prefill_rate, result.decode_rate
     guessed = result.guessed_tokens
     cached = f" ({text.cached_tokens:,} cached)" if text.cached_tokens else ""
-    return (
+    print(
         f"prompt {text.prompt_tokens:,} tokens{cached}"
         + (f", {prefill:,.1f} tokens/s" if prefill else "")
         + f"; text {len(text.tokens):,} tokens"
         + (f", {decode:,.1f} tokens/s" if decode else "")
         + (f"; guessed {guessed:,}, {result.accepted_tokens:,} came true" if guessed else "")
-        + f"; ended by {text.finish_reason}; engine {engine_name}"
+        + f"; ended by {text.finish_reason}; engine {engine_name}",
+        file=sys.stderr,
     )
+
+
+@dataclass(kw_only=True)
+class ChatConfig:
+    """The conversation."""
+
+    system: str | None = None
+    """Instructions that come before the conversation."""
+
+    max_tokens: int = 512
+    """Maximum length of an answer, in tokens."""
+
+    stats: bool = False
+    """Print tokens a second after each answer, on standard error."""
+
+
+@command("chat")
+def chat(
+    checkpoint: CheckpointArgument,
+    config: ChatConfig,
+    text: TextOptions,
+    speculation: SpeculationOptions,
+    engine: EngineOptions,
+) -> None:
+    """Talk with a chat model, one line at a time.
+
+    Args:
+        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers
+            folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf); with a chat template.
+        config: the conversation.
+        text: how answers go on, and where they end.
+        speculation: what is guessed ahead of them.
+        engine: what computes them.
+    """
+    from sparse_bitnet.generation.conversation import Conversation
+
+    check_least(config, max_tokens=1)
+    options, grammar = text.generate_options(config.max_tokens), text.grammar()
+    conversation = Conversation.open(
+        checkpoint, engine, options, system=config.system, grammar=grammar
+    )
+    is_terminal = sys.stdin.isatty()
+    with contextlib.closing(conversation):
+        conversation.speculation = speculation.open(conversation.model, engine)
+        if conversation.model.note:
+            print(f"through transformers: {conversation.model.note}", file=sys.stderr)
+        if is_terminal:
+            print(HELP)
+        while (line := _next_line(is_terminal)) not in (None, "/exit"):
+            if line == "/reset":
+                conversation.reset()
+            elif line and line.startswith("/"):
+                print(f"{line.split()[0]} is unknown: {HELP}", file=sys.stderr)
+            elif line:
+                _answer(conversation, line, config)
+
+
+def _next_line(is_terminal: bool) -> str | None:
+    """None at the end of the input; Ctrl-C gives up the line."""
+    while True:
+        try:
+            return input("> " if is_terminal else "").strip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input: {error}") from error
+        except EOFError:
+            if is_terminal:
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print(f"\n{HELP}")
+
+
+def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None:
+    """Print the answer to a line. One that cannot be had, as of a chat that the template refuses, is an
+    error on a line, and the conversation continues."""
+    from sparse_bitnet.engine.protocol import ContextFull
+
+    with _interrupt_flag() as is_interrupted:
+        try:
+            result = conversation.answer(
+                line,
+                on_text=lambda piece: print(piece, end="", flush=True),
+                is_cancelled=is_interrupted,
+            )
+        except UserError as error:
+            hint = " (/reset starts over)" if isinstance(error, ContextFull) else ""
+            print(f"sparse-bitnet: {error}{hint}", file=sys.stderr)
+            return
+    (text,) = result.texts
+    endings = {"cancelled": " [stopped]", "length": " [cut off: --max-tokens]"}
+    if len(text.tokens) < config.max_tokens:
+        endings["length"] = " [cut off: the context is full, /reset starts over]"
+    print(endings.get(text.finish_reason or "", ""))
+    if config.stats:
+        _print_statistics(result, conversation.model.engine_name)
+
+
+@contextlib.contextmanager
+def _interrupt_flag() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C only makes the yielded function say yes."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

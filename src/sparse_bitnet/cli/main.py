@@ -10,25 +10,25 @@ import warnings
 from typing import NoReturn
 
 COMMANDS = {
-    "quickstart": "the paper's four models in four minutes",
-    "prepare": "tokenise text into memory-mapped shards",
-    "train": "train a model, or continue a run",
-    "distill": "train from a pretrained model, with it as teacher",
-    "evaluate": "held-out perplexity of a checkpoint",
-    "generate": "continue a prompt with a checkpoint",
-    "chat": "talk with a chat model in the terminal",
-    "serve": "serve a checkpoint as OpenAI's API",
-    "pack": "write a trained model as a small, exact file",
-    "export": "write a model in a format other tools read",
-    "import": "read a ternary checkpoint of another tool",
-    "bench": "speed of the CPU engine, beside the machine's limits",
-    "reproduce": "the paper's experiments at a chosen scale",
-    "report": "tables, figures and claims from their results",
-    "analyze": "weight statistics and figures of checkpoints",
-    "models": "list the model presets",
-    "env": "versions, devices, and which kernels are in use",
+    "quickstart": ("paper.quickstart", "the paper's four models in four minutes"),
+    "prepare": ("prepare.main", "tokenise text into memory-mapped shards"),
+    "train": ("train.main", "train a model, or continue a run"),
+    "distill": ("train.distill", "train from a pretrained model, with it as teacher"),
+    "evaluate": ("evaluate.main", "held-out perplexity of a checkpoint"),
+    "generate": ("generate.main", "continue a prompt with a checkpoint"),
+    "chat": ("generate.chat", "talk with a chat model in the terminal"),
+    "serve": ("serve.main", "serve a checkpoint as OpenAI's API"),
+    "pack": ("pack.main", "write a trained model as a small, exact file"),
+    "export": ("export.main", "write a model in a format other tools read"),
+    "import": ("import_.main", "read a ternary checkpoint of another tool"),
+    "bench": ("bench.main", "speed of the CPU engine, beside the machine's limits"),
+    "reproduce": ("paper.reproduce", "the paper's experiments at a chosen scale"),
+    "report": ("paper.report", "tables, figures and claims from their results"),
+    "analyze": ("paper.analyze", "weight statistics and figures of checkpoints"),
+    "models": ("models.main", "list the model presets"),
+    "env": ("env.main", "versions, devices, and which kernels are in use"),
 }
-"""Each verb, whose module has its name and a `main`."""
+"""Each verb with its function in this package, which takes the words after the verb, and a summary."""
 
 OF_TRAIN = (
     *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "pandas"),
@@ -46,7 +46,7 @@ ONLY_WITH_TRAIN = (
 def usage() -> str:
     """The list of all commands."""
     lines = ["usage: sparse-bitnet COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:<12}{summary}" for name, summary in COMMANDS.items()]
+    lines += [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "`sparse-bitnet COMMAND --help` lists a command's options."]
     return "\n".join(lines)
 
@@ -84,13 +84,13 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text has characters of any script
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-    name = "import_" if verb == "import" else verb  # which is no name for a module
+    module, _, function = COMMANDS[verb][0].partition(".")
     from sparse_bitnet.errors import UserError
     from sparse_bitnet.host import limit_library_threads
 
     limit_library_threads()
     try:
-        importlib.import_module(f"sparse_bitnet.cli.{name}").main(rest)
+        getattr(importlib.import_module(f"sparse_bitnet.cli.{module}"), function)(rest)
     except UserError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:

@@ -3,7 +3,7 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +12,8 @@ from sparse_bitnet.errors import UserError
 
 
 @dataclass(kw_only=True)
-class PrepareConfig:
-    """How to tokenise, which part to hold out, where to stop."""
+class TokenizerConfig:
+    """Which tokenizer."""
 
     tokenizer: str | None = None
     """Folder or hub id of a transformers tokenizer, a model's, run's or prepared data's folder, or a GGUF
@@ -24,6 +24,11 @@ class PrepareConfig:
 
     eos_token: str | None = None
     """Token to end each document with, where the tokenizer's own choice is not the one wanted."""
+
+
+@dataclass(kw_only=True)
+class SourceConfig:
+    """What to read, which part to hold out, where to stop: the parameters of `parse_source`."""
 
     column: str | None = None
     """Column of the text, "text" if not given; RefinedWeb's is "content". A .txt file is one document."""
@@ -52,22 +57,16 @@ class PrepareConfig:
     documents of which over 1 % stands in the training text are left out in the end, but none of
     --validation."""
 
-    shard_tokens: int = 1 << 27
-    """Tokens in one file."""
-
-    parts: int = 1
-    """Number of processes that prepare together, on any machines that share OUT: each runs the same
-    command with another --part and takes its share of the files. The last one makes one folder of all."""
-
-    part: int = 0
-    """Which of --parts this process prepares, from 0."""
-
 
 @command("prepare")
 def main(
     source: Annotated[str, Positional("SOURCE")],
     out: OutArgument,
-    config: PrepareConfig,
+    tokenizer: TokenizerConfig,
+    text: SourceConfig,
+    shard_tokens: int = 1 << 27,
+    parts: int = 1,
+    part: int = 0,
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
@@ -79,7 +78,11 @@ def main(
             .parquet, .txt or .md file, a folder or a quoted glob of them, several separated by
             commas; or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: folder to write.
-        config: the options.
+        shard_tokens: Tokens in one file.
+        parts: Number of processes that prepare together, on any machines that share OUT: each runs the
+            same command with another --part and takes its share of the files. The last one makes one
+            folder of all.
+        part: Which of --parts this process prepares, from 0.
     """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.loader import Windows
@@ -90,44 +93,25 @@ def main(
     from sparse_bitnet.data.sources import parse_source
     from sparse_bitnet.training.config import TrainConfig
 
-    if (config.tokenizer is None) == (config.vocab_size is None):
+    if (tokenizer.tokenizer is None) == (tokenizer.vocab_size is None):
         raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
-    if not 0 <= config.part < config.parts:
+    if not 0 <= part < parts:
         raise UserError(
-            f"--part {config.part} of --parts {config.parts}: there is at least one, and they are "
-            "numbered from 0"
+            f"--part {part} of --parts {parts}: there is at least one, and they are numbered from 0"
         )
-    started = time.monotonic()
-    complete = os.path.exists(Path(out) / MANIFEST)
-    parsed = parse_source(
-        source,
-        column=config.column,
-        validation=config.validation,
-        validation_fraction=config.validation_fraction,
-        limit_documents=config.limit_documents,
-        limit_bytes=config.limit_bytes,
-        near_duplicates=config.near_duplicates,
-        chat=config.chat,
-    )
-    shared: Any = {
-        "eos_token": config.eos_token,
-        "shard_tokens": config.shard_tokens,
-        "chat": config.chat,
-    }
-    if config.parts > 1:
-        if config.tokenizer is None:
+    started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)
+    parsed = parse_source(source, **asdict(text))
+    options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
+    if parts > 1:
+        if options.pop("vocab_size") is not None:
             raise UserError("--parts needs --tokenizer: all parts must use the same one")
-        whole = prepare_part(
-            parsed, out, part=config.part, parts=config.parts, tokenizer=config.tokenizer, **shared
-        )
+        whole = prepare_part(parsed, out, part=part, parts=parts, **options)
         if whole is None:
-            print(f"{out}: part {config.part} of {config.parts} is done, others are not yet")
+            print(f"{out}: part {part} of {parts} is done, others are not yet")
             return
         manifest = whole
     else:
-        manifest = prepare(
-            parsed, out, tokenizer=config.tokenizer, vocab_size=config.vocab_size, **shared
-        )
+        manifest = prepare(parsed, out, **options)
     for name, split in manifest.splits.items():
         size = split.text_bytes
         shown = f"{size / 1e6:,.2f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
@@ -137,7 +121,7 @@ def main(
         )
     if manifest.overlap is not None:
         print(f"held-out text: {manifest.overlap}")
-    what = "already there" if complete else f"written in {time.monotonic() - started:.1f} s"
+    what = "already there" if is_there else f"written in {time.monotonic() - started:.1f} s"
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
     for name in manifest.splits if manifest.is_chat else ():
         if manifest.splits[name].tokens:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet serve`: an OpenAI-compatible HTTP server for a checkpoint."""
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparse_bitnet.cli.arguments import CheckpointArgument, command
-from sparse_bitnet.cli.text_options import SpeculationOptions
+from sparse_bitnet.cli.generate import SpeculationOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
 
@@ -102,7 +103,7 @@ def main(
     """
     from sparse_bitnet.generation.conversation import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
-    from sparse_bitnet.generation.pooling import Pooling, read_pooling
+    from sparse_bitnet.generation.pooling import read_pooling
     from sparse_bitnet.generation.scheduler import ThreadedScheduler
     from sparse_bitnet.serve.app import create_app
     from sparse_bitnet.serve.entrance import AllowedHosts
@@ -114,17 +115,14 @@ def main(
     if engine.cache_tokens is None:
         # Kept prefixes fill it in time; that of a long context alone could be gigabytes.
         engine = replace(engine, cache_tokens=_CACHE_TOKENS * config.max_running)
-    # First: a port that is taken should not show only after loading.
-    bound = listen(config.host, config.port)
-    host, port = bound.getsockname()[:2]
-    try:
+    with contextlib.ExitStack() as stack:
+        # First: a port that is taken should not show only after loading.
+        bound = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
+        host, port = bound.getsockname()[:2]
         names = (*filter(None, [config.host]), *config.allowed_host)
         hosts = AllowedHosts(host, names, config.cors_origin)
         opened = open_model(checkpoint, engine)
-    except BaseException:
-        bound.close()
-        raise
-    try:
+        stack.enter_context(contextlib.closing(opened.engine))
         metrics = ServerMetrics()
         scheduler = ThreadedScheduler(
             opened.engine,
@@ -137,15 +135,18 @@ def main(
         name = config.model_name or Path(checkpoint).resolve().name or "model"
         name = os.fsencode(name).decode(errors="replace")
         key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+        notes = [f"transformers instead of the CPU engine: {opened.note}"] if opened.note else []
+        template = pooling = None
         try:
             template = ChatTemplate.load(opened.folder)
         except UserError as error:
-            template, why = None, str(error)
-        pooling: Pooling | None = None
+            notes.append(f"no chat: {error}")
         try:
             pooling = read_pooling(opened.folder)
         except UserError as error:
-            why_none = str(error)
+            notes.append(f"no embeddings: {error}")
+        if key is None and host not in ("127.0.0.1", "::1"):
+            notes.append(f"anyone who reaches {host} can use this server: set --api-key")
         model = ServedModel(
             name=name,
             tokenizer=opened.tokenizer,
@@ -162,16 +163,8 @@ def main(
         )
 
         def announce() -> None:
-            if opened.note:
-                print(f"transformers instead of the CPU engine: {opened.note}", file=sys.stderr)
-            if template is None:
-                print(f"no chat: {why}", file=sys.stderr)
-            if pooling is None:
-                print(f"no embeddings: {why_none}", file=sys.stderr)
-            if key is None and host not in ("127.0.0.1", "::1"):
-                print(
-                    f"anyone who reaches {host} can use this server: set --api-key", file=sys.stderr
-                )
+            for note in notes:
+                print(note, file=sys.stderr)
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
             page = f"chat page: {address}, " if config.page and template is not None else ""
             print(f"{name}: {address}v1 ({page}Ctrl-C to stop)", flush=True)
@@ -180,5 +173,3 @@ def main(
             model, scheduler, metrics, hosts, page=config.page, log_requests=config.log_requests
         )
         serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
-    finally:
-        opened.engine.close()

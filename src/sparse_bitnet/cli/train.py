@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-bitnet train`: a recipe plus overrides."""
+"""`sparse-bitnet train`: a recipe plus overrides; `sparse-bitnet distill TEACHER OUT`: with a teacher."""
 
 import dataclasses
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def check_effect(chosen: Options, arguments: list[str]) -> None:
 
     One that a script may give to every run is named on stderr instead.
     """
-    given = {each.partition("=")[0].replace("_", "-") for each in arguments}
+    given = {_option(each) for each in arguments}
     init, lora, decay = chosen.init is not None, chosen.lora > 0, chosen.weight_decay > 0
     dense = SparseBitConfig.parse(chosen.format).pattern.is_dense
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -112,19 +113,45 @@ def check_effect(chosen: Options, arguments: list[str]) -> None:
 
 def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Take `--recipe NAME` (or `--recipe=NAME`) out of the arguments; None when there is none."""
-    rest, recipe = list(arguments), None
-    for index, argument in enumerate(rest):
-        if argument.startswith("--recipe="):
-            recipe = argument.partition("=")[2]
-            del rest[index]
-            break
-        if argument == "--recipe":
-            recipe = rest[index + 1] if index + 1 < len(rest) else ""
-            del rest[index : index + 2]
-            break
-    if recipe is not None and recipe not in RECIPES:
+    rest = list(arguments)
+    place = next((n for n, word in enumerate(rest) if _option(word) == "--recipe"), None)
+    if place is None:
+        return None, rest
+    _, equals, recipe = rest.pop(place).partition("=")
+    if not equals and place < len(rest):
+        recipe = rest.pop(place)
+    if recipe not in RECIPES:
         raise UserError(f"recipe {recipe!r} is unknown: choose one of {', '.join(RECIPES)}")
     return recipe, rest
+
+
+def _option(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
+
+
+def distill(arguments: list[str]) -> None:
+    """Train a student that starts from a teacher's weights and learns from its logits."""
+    named = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    rest = arguments[len(named) :]
+    given = {_option(word) for word in rest}
+    problem = ""
+    if len(named) > 2:
+        problem = f"{named[2]} is one argument too many"
+    elif len(named) < 2 and given.isdisjoint(("-h", "--help")):
+        missing = "OUT" if named else "TEACHER"
+        problem = f"{missing} is missing: TEACHER and OUT come first, then the options"
+    elif twice := given & {"--teacher", "--out"}:
+        problem = f"TEACHER and OUT come first; leave {twice.pop()} out"
+    if problem:
+        raise UserError(f"distill: {problem}; see sparse-bitnet distill --help")
+    is_new = not named[1:] or not os.path.isfile(os.path.join(named[1], "config.json"))
+    if is_new and "--recipe" not in given:
+        rest = ["--recipe", "distill", *rest]
+    options = ("--teacher", "--out")[: len(named)]
+    rest += [word for pair in zip(options, named, strict=True) for word in pair]
+    if named and "--init" not in given:
+        rest += ["--init", named[0]]
+    main(rest, prog="sparse-bitnet distill TEACHER OUT")
 
 
 def run(chosen: Options) -> None:

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's commands: `quickstart`, `reproduce`, `report` and `analyze`."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sparse_bitnet.cli.arguments import Positional, command, parse
+from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.layer_config import DenseLayersOption
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet_paper.runs import EXPERIMENTS, plan
+from sparse_bitnet_paper.scales import QuickstartConfig, Scale, find_scale
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def quickstart(arguments: list[str]) -> None:
+    """Train the paper's four models, compare them, write a report."""
+    run_quickstart(parse(QuickstartConfig, arguments, prog="sparse-bitnet quickstart"))
+
+
+def run_quickstart(config: QuickstartConfig) -> None:
+    """Print progress, the table and where everything is; exit code 130 when stopped."""
+    from rich.console import Console
+
+    from sparse_bitnet.training.run_folder import Interrupted
+    from sparse_bitnet_paper.quickstart import quickstart
+
+    console = Console()
+    began = time.monotonic()
+    try:
+        result = quickstart(config, console)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        reason = str(stop) or "stopped"
+        print(f"\n{reason}; the same command continues from there", file=sys.stderr)
+        sys.exit(130)
+    title = f"Held-out perplexity, {config.model}, {config.source}"
+    result.comparison.print(console, title, "The paper's Qwen2.5 models")
+    console.print(f"\n{result.verdict}", highlight=False)
+    heading = f"\nternary-{config.pattern} continues {config.prompt!r}:"
+    console.print(heading, style="bold", highlight=False, markup=False)
+    console.print(f"{config.prompt}{result.sample}", highlight=False, markup=False)
+    minutes, seconds = divmod(round(time.monotonic() - began), 60)
+    print(
+        f"\nreport:  {result.report}\nresults: {config.out}/results.jsonl\n"
+        f"models:  {result.model.parent.parent}/*/final\ntime:    {minutes} min {seconds} s"
+    )
+
+
+@dataclass(kw_only=True)
+class ReproduceConfig(DenseLayersOption):
+    """Which experiments, at what scale, where, and for how long."""
+
+    experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
+    """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
+    quantizer, activation and schedule)."""
+
+    scale: str = "cpu"
+    """smoke (seconds) or cpu (1 to 2.5 hours on 2 cores)."""
+
+    out: Path | None = None
+    """Folder of the results, new or continued; default runs/SCALE."""
+
+    seeds: int | None = None
+    """Seeds of every experiment, instead of the scale's own numbers."""
+
+    data: Path | None = None
+    """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
+
+    workers: int | None = None
+    """Runs trained at once; default: one for each core."""
+
+    threads: int | None = None
+    """CPU threads of each run; default: the scale's own."""
+
+    budget_minutes: float | None = None
+    """Start only runs that would end within this many minutes."""
+
+    dry_run: bool = False
+    """Print what would be trained, and train nothing."""
+
+
+@command("reproduce")
+def reproduce(options: ReproduceConfig) -> None:
+    """Train the runs of the paper's experiments; those that are done are skipped.
+
+    Args:
+        options: what to train.
+    """
+    from rich.console import Console
+
+    check_least(options, workers=1, budget_minutes=0)
+    scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
+    if options.threads is not None:
+        recipe = dataclasses.replace(scale.recipe, threads=options.threads)
+        scale = dataclasses.replace(scale, recipe=recipe)
+    names = options.experiments
+    chosen = [each for name in names for each in (EXPERIMENTS if name == "all" else (name,))]
+    chosen, out = list(dict.fromkeys(chosen)), options.out or Path("runs") / scale.name
+    if options.dry_run:
+        _dry_run(scale, chosen, out, options, Console())
+        return
+    given = {
+        name: getattr(options, name) for name in ("seeds", "data", "workers", "budget_minutes")
+    }
+    train_set(scale, chosen, out=out, console=Console(), **given)
+
+
+def train_set(
+    scale: Scale, experiments: Sequence[str], *, out: Path, console: "Console", **options: Any
+) -> None:
+    """Train and report in one line how it ended; `options` are those of `reproduce`."""
+    from sparse_bitnet.training.run_folder import Interrupted
+    from sparse_bitnet_paper.reproduce import reproduce
+
+    try:
+        outcome = reproduce(scale, experiments, out, console=console, **options)
+    except Interrupted as stop:
+        print(f"{stop}; the same command continues from there")
+        sys.exit(130)
+    print(
+        f"{out}: {outcome.trained} runs trained, {outcome.skipped} were done before; "
+        f"`sparse-bitnet report {out}` shows the results"
+    )
+    if outcome.left:
+        print(f"{outcome.left} runs did not fit into the budget; the same command trains them")
+    if outcome.failed:
+        raise UserError("; ".join(outcome.failed))
+
+
+def _dry_run(
+    scale: Scale, experiments: list[str], out: Path, options: ReproduceConfig, console: "Console"
+) -> None:
+    """Print which runs there are, which are done in `out`, and how long the others take."""
+    from sparse_bitnet.presets import PRESETS
+    from sparse_bitnet.progress import duration
+    from sparse_bitnet_paper.record import seconds, trained_weights
+    from sparse_bitnet_paper.reproduce import default_workers
+    from sparse_bitnet_paper.results import Results
+    from sparse_bitnet_paper.tables import table
+
+    rows, runs = Results(out).rows, plan(scale, experiments, options.seeds)
+    done = {run.name for run in runs} & set(rows.name)
+    print(f"{out}: {len(done)} of {len(runs)} runs are done")
+    workers, vocab = options.workers or default_workers(scale), scale.text.get("vocab_size")
+    lines, left = [], 0.0
+    for model in dict.fromkeys(run.config.model for run in runs):
+        own = [run for run in runs if run.config.model == model]
+        config, count = own[0].config, sum(run.name not in done for run in own)
+        tokens = config.steps * config.tokens_per_step
+        minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
+        left += 60 * minutes
+        lines.append(
+            {
+                "model": model,
+                "runs": f"{len(own)}",
+                "done": f"{len(own) - count}",
+                "tokens": f"{tokens:.3g}",
+                "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
+                "minutes": f"{minutes:.1f}",
+            }
+        )
+    table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
+    note = f"About {duration(left)} left on this machine, {workers} runs at once."
+    console.print(note, style="dim", highlight=False)
+    for run in runs:
+        mark = "done" if run.name in done else "    "
+        console.print(f"{mark}  {run.name}", highlight=False, soft_wrap=True)
+
+
+@command("report")
+def report(
+    folders: Annotated[tuple[Path, ...], Positional("FOLDER ...")],
+    document: Path | None = None,
+    page: Path | None = None,
+    engine: Path | None = None,
+) -> None:
+    """Render results beside the paper's own, with figures and a verdict on its claims.
+
+    Args:
+        folders: Folders written by `reproduce`, one chapter each.
+        document: Markdown file to write, figures/ beside it; default report.md in the first folder.
+        page: HTML file to write; default report.html in the first folder.
+        engine: Rows of `bench --out` with several patterns, for table 3.
+    """
+    from rich.console import Console
+
+    from sparse_bitnet_paper.claims import claims
+    from sparse_bitnet_paper.report import write_report
+    from sparse_bitnet_paper.statistics import judged
+    from sparse_bitnet_paper.tables import table
+
+    document = document or folders[0] / "report.md"
+    page = page or folders[0] / "report.html"
+    for results in write_report(folders, document=document, page=page, engine=engine):
+        columns = {"claim": "text", "model": "model", "verdict": "verdict", "measured": "result"}
+        lines = [
+            {column: getattr(claim, name) for column, name in columns.items()}
+            for claim in judged(claims(results))
+        ]
+        if lines:
+            title = f"The paper's claims at scale {results.name}, corrected for these alone"
+            table(lines, numeric=False).print(Console(), title)
+    print(f"{document} and {page}")
+
+
+@dataclass(kw_only=True)
+class AnalyzeConfig(DenseLayersOption):
+    """What to count."""
+
+    checkpoints: Annotated[tuple[str, ...], Positional("CHECKPOINT ...")]
+    """Run folders, checkpoints, any transformers folders with safetensors, or hub ids."""
+
+    out: Path = Path("analysis")
+    """Folder for weights.html (figures) and weights.json (counts of every layer)."""
+
+    pattern: str = "6:8"
+    """Whose group thresholds to draw."""
+
+
+@command("analyze")
+def analyze(options: AnalyzeConfig) -> None:
+    """Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read one layer at a time.
+
+    Args:
+        options: what to count.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from sparse_bitnet_paper.weights import read_checkpoint, summary_table, write_weight_report
+
+    pattern = NMPattern.parse(options.pattern)
+    if pattern.is_dense:
+        raise UserError(f"--pattern {pattern} keeps every weight and has no threshold")
+    console = Console()
+    with console.status("reading") as status:
+        weights = [
+            read_checkpoint(
+                name,
+                pattern,
+                lambda path: status.update(Text(f"reading {path}")),
+                options.dense_globs,
+            )
+            for name in options.checkpoints
+        ]
+    summary_table(weights).print(console, "")
+    write_weight_report(weights, pattern, options.out)
+    print(f"{options.out}/weights.html: figures; {options.out}/weights.json: every layer")
