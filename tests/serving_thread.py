@@ -68,8 +68,7 @@ class Running:
         return False
 
 
-@contextmanager
-def server(
+def application(
     engine,
     *,
     template: str | None = TEMPLATE,
@@ -78,8 +77,8 @@ def server(
     page: bool = True,
     log_requests: bool = False,
     **options,
-) -> Iterator[Running]:
-    """`options`: of `ServedModel` and `ThreadedScheduler`."""
+):
+    """The application, its scheduler, not started, and its model. `options`: of the latter two."""
     fields = ("api_key", "max_tokens", "max_body_bytes", "pooling")
     own = {"pooling": "lasttoken"} | {name: options.pop(name) for name in fields if name in options}
     model = ServedModel(
@@ -95,9 +94,16 @@ def server(
     )
     metrics = ServerMetrics()
     scheduler = ThreadedScheduler(engine, observer=metrics, **options)
-    bound = listen("127.0.0.1", 0)
     hosts = AllowedHosts("127.0.0.1", allowed_hosts, cors_origins)
     app = create_app(model, scheduler, metrics, hosts, page=page, log_requests=log_requests)
+    return app, scheduler, model
+
+
+@contextmanager
+def server(engine, **options) -> Iterator[Running]:
+    """`options`: of `application`."""
+    app, scheduler, model = application(engine, **options)
+    bound = listen("127.0.0.1", 0)
     process = HttpServer(app, scheduler)
     thread = threading.Thread(target=process.run, args=([bound],), daemon=True)
     scheduler.start()
@@ -106,9 +112,8 @@ def server(
     try:
         while not process.started:
             time.sleep(0.005)
-        yield Running(
-            f"http://127.0.0.1:{port}", scheduler, model, engine, process.server_state.connections
-        )
+        connections = process.server_state.connections
+        yield Running(f"http://127.0.0.1:{port}", scheduler, model, engine, connections)
     finally:
         scheduler.stop()
         process.should_exit = True

@@ -3,20 +3,14 @@
 
 import concurrent.futures
 import json
-from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import Tokenizer, decoders, models
 
 from scripted_engine import ScriptedEngine, greedy, logits_after
 from serving_thread import END, byte_tokenizer, server
-from sparse_bitnet.generation.request import GenerationRequest
-from sparse_bitnet.generation.scheduler import Scheduler
-from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.serve.replies import Choice
 
 VOCAB = 257
 IGNORED = "X-Ignored-Parameters"
@@ -75,19 +69,21 @@ def test_completion(client):
     assert answer.usage.total_tokens == len(tokens) + 20
 
 
-def test_default_is_sixteen_tokens(client):
-    answer = client.completions.create(model="scripted", prompt="some", temperature=0)
-    assert answer.choices[0].text == expected_text(TOKENIZER.encode("some"), 16)
-
-
 @pytest.mark.parametrize("limits", [{"context_length": 15}, {"max_tokens": 5}])
-def test_the_default_is_less_where_there_is_less_room(limits):
-    size = limits.get("context_length", 1024)
+def test_the_default_is_as_much_as_there_is_room_for(client, limits):
+    prompt = "0123456789"
+    whole = client.completions.create(model="scripted", prompt=prompt, temperature=0)
+    assert whole.choices[0].text == expected_text(TOKENIZER.encode(prompt), 16)
     options = {name: limits[name] for name in limits if name == "max_tokens"}
-    with server(engine(context_length=size, logits=never_ending), **options) as running:
-        with running.client() as client:
-            answer = client.completions.create(model="scripted", prompt="0123456789")
-            assert answer.usage.completion_tokens == 5
+    short = engine(context_length=limits.get("context_length", 1024), logits=never_ending)
+    with server(short, template="{{ messages[0].content }}", **options) as running:
+        with running.client() as own:
+            answers = [own.completions.create(model="scripted", prompt=prompt)]
+            answers += [complete(own, prompt, limit) for limit in (5, 6, -1)]
+            messages = [{"role": "user", "content": prompt}]
+            answers += [own.chat.completions.create(model="scripted", messages=messages)]
+    assert [answer.usage.completion_tokens for answer in answers] == [5] * 5
+    assert {answer.choices[0].finish_reason for answer in answers} == {"length"}
 
 
 def test_empty_prompt_starts_after_the_end_of_another_text(client):
@@ -182,15 +178,6 @@ def test_chat_and_its_stream(client):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_chat_without_a_limit_ends_with_the_context():
-    with server(engine(context_length=64, logits=never_ending)) as running:
-        with running.client() as client:
-            messages = [{"role": "user", "content": "go"}]
-            answer = client.chat.completions.create(model="scripted", messages=messages)
-            assert answer.usage.total_tokens == 64
-            assert answer.choices[0].finish_reason == "length"
-
-
 def never_ending(tokens, size):
     logits = logits_after(tokens, size)
     logits[END] = -100
@@ -267,42 +254,6 @@ def test_logprobs_and_echo_of_completions(client):
     assert (spelt.text, spelt.logprobs.text_offset) == ("a<|end|>b", [0, 1, 8])
     plain = complete(client, prompt, 4, echo=True)
     assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
-
-
-@pytest.mark.parametrize("echo", ["", "Say:"])
-@pytest.mark.parametrize(("stop", "kept"), [("!", 1), (" you", 2), ("u", 3), ("?", 3), ("x", 4)])
-def test_scores_are_those_of_the_text_before_a_stop_string(echo, stop, kept):
-    """Of a tokenizer whose words have a space before them, which the first of a text loses."""
-    words = ["\u2581Hi", "!", "\u2581you", "?", "\u2581Say:"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
-    tokenizer.decoder = decoders.Metaspace()
-    request = GenerationRequest(
-        prompt=[4],
-        max_tokens=4,
-        tokenizer=TextTokenizer(tokenizer),
-        stop=(stop,),
-        is_start=not echo,
-        top_scores=0,
-        score_from=0 if echo else None,
-    )
-    in_order = ScriptedEngine(
-        vocab_size=5, logits=lambda tokens, size: 9 * np.eye(size)[len(tokens) - 1]
-    )
-    outputs = []
-    [generation] = Scheduler(in_order).run(
-        [replace(request, deliver=lambda _, output: outputs.append(output))]
-    )
-    choice = Choice(generation, 0, echo)
-    choice.take_prompt_scores()
-    choice.scores += [score for output in outputs for score in output.scores]
-    assert choice.text == echo + (" Hi! you?" if echo else "Hi! you?").partition(stop)[0]
-    assert [score.token for score in choice.scores] == [4] * bool(echo) + [0, 1, 2, 3][:kept]
-    offsets = list(choice.places(choice.scores))
-    texts = [choice.text[start:] for start in offsets]
-    assert all(
-        text.lstrip().startswith(words[score.token].strip("\u2581")[:2])
-        for text, score in zip(texts, choice.scores, strict=True)
-    )
 
 
 def test_logprobs_of_chat(client):
@@ -493,36 +444,6 @@ def test_the_last_message_of_an_assistant_is_continued(thought):
             answer(client, "x")
 
 
-@pytest.mark.parametrize(
-    ("written", "is_original"),
-    [
-        ("{{ given }}", True),
-        ("{{ '' + given }}", True),
-        ("{{ given if given is string else given | tojson }}", True),
-        ("{{ given | tojson }}", False),
-        ("{% for name in given %}{{ name }}={{ given[name] }}{% endfor %}", False),
-    ],
-)
-def test_arguments_are_text_in_templates_that_want_it(written, is_original):
-    """And objects in those that cannot write a text as JSON, whatever a user says."""
-    template = (
-        "{{ messages[0].content }}{% for call in messages[1].tool_calls %}"
-        f"{{% set given = call.function.arguments %}}{written}{{% endfor %}}"
-    )
-    question = {"role": "user", "content": "{'city': 'Zürich'}"}
-    for text, value in (('{"city":"Zürich"}', {"city": "Zürich"}), ("", {}), ("{ }", {})):
-        call = {"id": "c", "function": {"name": "f", "arguments": text}}
-        messages = [question, {"role": "assistant", "tool_calls": [call]}, question]
-        shown = json.dumps(value, ensure_ascii=False)
-        if "for name" in written:
-            shown = "".join(f"{name}={value[name]}" for name in value)
-        elif is_original and (value or "+" in written):
-            shown = text or "{}"
-        with server(engine(), template=template) as running, running.http() as http:
-            found = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
-        assert TOKENIZER.decode(found) == question["content"] + shown
-
-
 def test_model_without_a_template_has_no_chat():
     with server(engine(), template=None) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError, match="no chat template"):
@@ -531,13 +452,3 @@ def test_model_without_a_template_has_no_chat():
     with server(engine(), template="{{ raise_exception('only questions') }}") as running:
         with running.client() as client, pytest.raises(openai.BadRequestError, match="only quest"):
             chat(client)
-
-
-def test_limit_of_tokens():
-    with server(engine(), max_tokens=10) as running, running.client() as client:
-        for limit in (10, 11, -1):
-            assert complete(client, "x", limit).usage.completion_tokens <= 10
-        answer = client.chat.completions.create(
-            model="scripted", messages=[{"role": "user", "content": "x"}]
-        )
-        assert answer.usage.completion_tokens <= 10

@@ -52,36 +52,16 @@ def served():
             assert http.get("/health").json()["status"] == "ok"
 
 
-numbers = st.one_of(
-    st.integers(),
-    st.sampled_from([HUGE, -HUGE, 2**63, 2**64, 0, 1, 2]),
-    st.floats(allow_nan=True, allow_infinity=True),
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.sampled_from([HUGE, 2**64]), st.floats(), st.text()
 )
-scalars = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=20))
 values = st.recursive(
     scalars,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=12,
 )
-messages = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "assistant", "x"]), "content": values}
-    ),
-    max_size=3,
-)
-bodies = st.one_of(
-    values,
-    st.dictionaries(st.sampled_from(NAMES), values, max_size=6),
-    st.fixed_dictionaries(
-        {"model": st.just("scripted")},
-        optional={
-            "prompt": st.one_of(values, st.text(max_size=80), st.lists(st.integers(0, 300))),
-            "messages": messages,
-            **{name: st.one_of(scalars, values) for name in NAMES[3:]},
-        },
-    ),
+bodies = values | st.fixed_dictionaries(
+    {"model": st.just("scripted")}, optional=dict.fromkeys(NAMES[1:], values)
 )
 # Mostly valid, so that generations run, at the edges of what is allowed.
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -193,12 +173,6 @@ def test_random_json(served, path, body):
 def test_random_valid_requests(served, bodies):
     for path, body in zip(PATHS, bodies, strict=True):
         check(served[1].post(path, content=encoded(body), headers=JSON))
-
-
-@fuzz
-@given(path=st.sampled_from(PATHS), body=st.binary(max_size=200))
-def test_random_bytes(served, path, body):
-    check(served[1].post(path, content=body, headers=JSON))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,10 +19,10 @@ import openai
 import pytest
 
 from scripted_engine import ScriptedEngine, logits_after
-from serving_thread import END, server
+from serving_thread import END, application, server
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.serve import answer
-from sparse_bitnet.serve.http_server import listen
+from sparse_bitnet.serve.http_server import listen, serve
 
 VOCAB = 257
 HERE = Path(__file__).parent
@@ -162,7 +163,6 @@ def test_taken_port_and_unknown_host_are_errors_of_the_user():
 SCRIPT = """
 import sys
 sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/.."]
-from scripted_engine import ScriptedEngine, logits_after
 from test_serve_limits import serve_in_this_process
 serve_in_this_process(grace=float(sys.argv[2]))
 """
@@ -170,35 +170,10 @@ serve_in_this_process(grace=float(sys.argv[2]))
 
 def serve_in_this_process(grace):
     """In a child process: signals go to its main thread."""
-    from serving_thread import byte_tokenizer
-    from sparse_bitnet.generation.grammar import TokenGrammars
-    from sparse_bitnet.generation.scheduler import ThreadedScheduler
-    from sparse_bitnet.serve.app import create_app
-    from sparse_bitnet.serve.entrance import AllowedHosts
-    from sparse_bitnet.serve.generations import ServedModel
-    from sparse_bitnet.serve.http_server import serve
-    from sparse_bitnet.serve.prometheus import ServerMetrics
-
-    engine, metrics = slow(), ServerMetrics()
-    scheduler = ThreadedScheduler(engine, max_running=1, observer=metrics)
-    model = ServedModel(
-        name="scripted",
-        tokenizer=byte_tokenizer(),
-        template=None,
-        end_tokens=frozenset({END}),
-        vocab_size=VOCAB,
-        hidden_size=engine.hidden_size,
-        pooling=None,
-        grammars=TokenGrammars(byte_tokenizer(), VOCAB, frozenset({END})),
-    )
-    bound = listen("127.0.0.1", 0)
-    serve(
-        create_app(model, scheduler, metrics, AllowedHosts("127.0.0.1")),
-        scheduler,
-        bound,
-        grace=grace,
-        on_ready=lambda: print(bound.getsockname()[1], flush=True),
-    )
+    engine, bound = slow(), listen("127.0.0.1", 0)
+    app, scheduler, _ = application(engine, template=None, max_running=1)
+    ready = partial(print, bound.getsockname()[1], flush=True)
+    serve(app, scheduler, bound, grace=grace, on_ready=ready)
     assert engine.sequences == []
     print("ended in order", flush=True)
 
@@ -209,28 +184,16 @@ def child(grace, files=1024):
     command = f"ulimit -n {files} && exec " + shlex.join(
         [sys.executable, "-c", SCRIPT, str(HERE), str(grace)]
     )
-    process = subprocess.Popen(
-        ["sh", "-c", command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["sh", "-c", command], stdout=pipe, stderr=pipe, text=True)
     try:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        wait_for(lambda: _answers(url))
         yield process, url
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
         process.stderr.close()
-
-
-def _answers(url):
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.mark.parametrize(("signals", "grace"), [([signal.SIGTERM], 0), ([signal.SIGINT] * 2, 60)])

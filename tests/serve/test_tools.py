@@ -14,7 +14,6 @@ from sparse_bitnet.serve.tool_calls import (
     LLAMA,
     CallPiece,
     ToolCallReader,
-    ends_in_thought,
     syntax_of,
 )
 
@@ -130,17 +129,6 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
 def test_texts_are_divided_however_they_come(syntax, text, content, calls):
     for size in (1, 3, 7, 1000):
         assert read(syntax, text, size) == (content, calls), size
-
-
-def test_a_prompt_may_begin_the_thought():
-    for syntax, draft, call in ((HERMES, tagged(CALL), tagged(OTHER)), (LLAMA, "{}", LLAMA_CALL)):
-        reader = ToolCallReader(syntax, frozenset({"weather", "time"}), in_thought=True)
-        pieces = [*reader.feed(draft + "</think>" + call), *reader.end()]
-        content = "".join(piece for piece in pieces if isinstance(piece, str))
-        assert (content, reader.calls) == (draft + "</think>", 1)
-    for text, is_open in (("<think>a", True), ("<think>a</think>", False), ("[THINK]", True)):
-        assert ends_in_thought(text) is is_open
-    assert not ends_in_thought("a")
 
 
 def test_syntax_of_templates():

@@ -106,6 +106,7 @@ def _entries(body: EmbeddingsBody, generations: list[Generation]) -> Iterator[di
         assert generation.embedding is not None
         vector = generation.embedding[: body.dimensions].astype("<f4")
         vector /= max(float(np.linalg.norm(vector)), 1e-12)
-        is_text = body.encoding_format == "base64"
-        embedding = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+        embedding: Any = map(float, vector)
+        if body.encoding_format == "base64":
+            embedding = base64.b64encode(vector.tobytes()).decode()
         yield {"object": "embedding", "index": index, "embedding": embedding}

@@ -72,13 +72,6 @@ class TextPart(Replayed):
 Parts = Annotated[list[TextPart], Field(max_length=10_000, fail_fast=True)]
 
 
-def plain_text(content: str | list[TextPart] | None) -> str:
-    """Return a content as one text."""
-    if isinstance(content, list):
-        return "".join(part.shown or "" for part in content)
-    return content or ""
-
-
 class FunctionCall(Replayed):
     """What an assistant has called, the arguments as it wrote them."""
 
@@ -137,7 +130,9 @@ class Message(Replayed):
         """The content as one text."""
         if self.content is None and isinstance(self.refusal, str):
             return self.refusal
-        return plain_text(self.content)
+        if isinstance(self.content, list):
+            return "".join(part.shown or "" for part in self.content)
+        return self.content or ""
 
     @property
     def unused(self) -> set[str]:

@@ -15,9 +15,8 @@ from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.schema import Body, ChatBody
 from sparse_bitnet.serve.tool_calls import CallPiece, ToolCallReader
 
-_BLOCK = 1 << 16
-_ENTRIES_AT_ONCE = 8
-"""Of a list without an end in sight, written while no other thread runs: scores, or wide vectors."""
+_PIECES = 1 << 12
+"""Names, values and commas of an answer that are written at once."""
 
 
 def dumped(content: Any) -> str:
@@ -30,43 +29,12 @@ def event(content: dict[str, Any]) -> bytes:
     return f"data: {dumped(content)}\n\n".encode()
 
 
-def _pieces(content: Any) -> Iterator[str]:
-    """JSON in small pieces: other threads have their turn in between."""
-    before = ""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            yield f"{before or '{'}{dumped(key)}:"
-            yield from _pieces(value)
-            before = ","
-        yield "}"
-    elif isinstance(content, list):
-        for value in content:
-            yield before or "["
-            yield from _pieces(value)
-            before = ","
-        yield "]"
-    elif isinstance(content, Iterator):
-        yield "["
-        while some := list(islice(content, _ENTRIES_AT_ONCE)):
-            yield before + dumped(some)[1:-1]
-            before = ","
-        yield "]"
-    else:
-        yield dumped(content)
-
-
 def json_blocks(content: dict[str, Any]) -> Iterator[bytes]:
-    """JSON in blocks, made as they are asked for. Nothing in it is empty but strings and what
-    iterators give."""
-    held: list[str] = []
-    size = 0
-    for piece in _pieces(content):
-        held.append(piece)
-        size += len(piece)
-        if size > _BLOCK:
-            yield "".join(held).encode()
-            held, size = [], 0
-    yield "".join(held).encode()
+    """JSON in blocks, made as they are asked for: other threads have their turn in between. Iterators
+    become lists one by one."""
+    pieces = json.JSONEncoder(separators=(",", ":"), default=list).iterencode(content)
+    while block := "".join(islice(pieces, _PIECES)):
+        yield block.encode()
 
 
 class Choice:
@@ -280,7 +248,7 @@ class ChatReply(Reply):
             return None
         entries = (
             self._token(score.token, score.logprob)
-            | {"top_logprobs": [self._token(*entry) for entry in score.top]}
+            | {"top_logprobs": (self._token(*entry) for entry in score.top)}
             for score in scores
         )
         return {"content": entries, "refusal": None}

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.messages import NamedFunction, StrictModel
 from sparse_bitnet.serve.replies import Choice, Reply, dumped
-from sparse_bitnet.serve.schema import ChatBody, Limit, TolerantBody, parse_body
+from sparse_bitnet.serve.schema import ChatBody, Limit, Neutral, TolerantBody, parse_body
 from sparse_bitnet.serve.tool_calls import CallPiece
 
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
@@ -70,21 +70,19 @@ class ResponsesBody(TolerantBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
 
+    neutral: ClassVar[Neutral] = TolerantBody.neutral | {
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+    }
+
     @property
     def others(self) -> dict[str, Any]:
         """But for those that a chat has, too."""
         return {name: value for name, value in super().others.items() if name not in _COMMON}
-
-    @property
-    def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral | {
-            "previous_response_id": (),
-            "conversation": (),
-            "prompt": (),
-            "background": (False,),
-            "truncation": ("disabled",),
-            "top_logprobs": (0,),
-        }
 
     @property
     def functions(self) -> list[dict[str, Any]]:

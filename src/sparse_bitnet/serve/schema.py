@@ -66,6 +66,10 @@ def listed(given: Any) -> list[str | list[int]]:
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
+Neutral = dict[str, tuple[Any, ...]]
+"""Values that change nothing, as None does, of parameters that are not supported."""
+
+
 class TolerantBody(StrictModel):
     """A request to a model. Parameters that change nothing are ignored, others refused by name."""
 
@@ -80,22 +84,19 @@ class TolerantBody(StrictModel):
             name: value for name, value in (self.model_extra or {}).items() if value is not None
         }
 
-    @property
-    def neutral(self) -> dict[str, tuple[Any, ...]]:
-        """Values that change nothing, as None does, of parameters that are not supported."""
-        return {
-            "add_generation_prompt": (True,),
-            "continue_final_message": (False,),
-            "ignore_eos": (False,),
-            "include_stop_str_in_output": (False,),
-            "length_penalty": (1,),
-            "min_tokens": (0,),
-            "mirostat": (0,),
-            "skip_special_tokens": (True,),
-            "stop_token_ids": ([],),
-            "typical_p": (1,),
-            "use_beam_search": (False,),
-        }
+    neutral: ClassVar[Neutral] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "ignore_eos": (False,),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "mirostat": (0,),
+        "skip_special_tokens": (True,),
+        "stop_token_ids": ([],),
+        "typical_p": (1,),
+        "use_beam_search": (False,),
+    }
 
     @property
     def ignored(self) -> set[str]:
@@ -285,7 +286,9 @@ class CompletionBody(_Body):
     prompt: str | TokenIds | Prompts
     echo: bool | None = False
     logprobs: TopScores | None = None
+    best_of: Annotated[int, WHOLE] | None = None
 
+    neutral: ClassVar[Neutral] = TolerantBody.neutral | {"suffix": ("",)}
     default_tokens: ClassVar[int | None] = 16
     """As OpenAI has it, where there is room."""
 
@@ -295,16 +298,15 @@ class CompletionBody(_Body):
         return listed(self.prompt)
 
     @property
-    def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral | {"best_of": (self.choices,), "suffix": ("",)}
-
-    @property
     def top_scores(self) -> int | None:
         """So many of the likeliest tokens beside each, all with log-probabilities; None: no scores."""
         return self.logprobs
 
     def check(self) -> None:
         super().check()
+        if self.best_of not in (None, self.choices):
+            message, code = "best_of is not supported: leave it out", "unsupported_parameter"
+            raise ApiError(400, message, param="best_of", code=code)
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
 
@@ -358,16 +360,14 @@ class ChatBody(_Body):
         """The answer is calls and nothing else."""
         return self.tool_choice == "required" or self.named_function is not None
 
-    @property
-    def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral | {
-            "functions": ([],),
-            "function_call": ("none", "auto"),
-            "modalities": (["text"],),
-            "audio": (),
-            "verbosity": ("medium",),
-            "web_search_options": (),
-        }
+    neutral: ClassVar[Neutral] = TolerantBody.neutral | {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     @property
     def limit(self) -> str:
@@ -380,40 +380,25 @@ class ChatBody(_Body):
 
     def check(self) -> None:
         super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            message = "give max_completion_tokens or max_tokens, not both"
+            raise ApiError(400, message, param="max_tokens")
+        if self.wanted_tokens == 0:
+            raise ApiError(400, f"{self.limit} must be at least 1", param=self.limit)
+        if self.continue_final_message and not self._is_answered:
+            message = "continue_final_message needs an assistant's message without calls at the end"
+            raise ApiError(400, message, param="continue_final_message")
         names = [tool.function.name for tool in self.tools or ()]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ApiError(400, f"two tools have the same name, {twice[0]!r}", param="tools")
         named = self.named_function
-        for is_wrong, param, message in (
-            (
-                self.top_logprobs is not None and not self.logprobs,
-                "top_logprobs",
-                "top_logprobs needs logprobs: true",
-            ),
-            (
-                self.max_tokens is not None and self.max_completion_tokens is not None,
-                "max_tokens",
-                "give max_completion_tokens or max_tokens, not both",
-            ),
-            (self.wanted_tokens == 0, self.limit, f"{self.limit} must be at least 1"),
-            (
-                self.continue_final_message and not self._is_answered,
-                "continue_final_message",
-                "continue_final_message needs an assistant's message without calls at the end",
-            ),
-            (twice, "tools", f"two tools have the same name, {twice!r}"),
-            (
-                named is not None and named not in names,
-                "tool_choice",
-                f"tool_choice: {named!r:.66} is not one of the tools",
-            ),
-            (
-                self.tool_choice == "required" and not names,
-                "tool_choice",
-                "tool_choice required needs tools",
-            ),
-        ):
-            if is_wrong:
-                raise ApiError(400, message, param=param)
+        if named is not None and named not in names:
+            message = f"tool_choice: {named[:64]!r} is not one of the tools"
+            raise ApiError(400, message, param="tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise ApiError(400, "tool_choice required needs tools", param="tool_choice")
 
 
 Body = CompletionBody | ChatBody
