@@ -56,7 +56,7 @@ def test_commit_is_that_of_our_checkout_only(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "rows.jsonl").touch()
     assert commit(package) == head
-    (package / "new.py").touch()
+    (package / "__init__.py").write_text("changed = True\n")
     assert commit(package) == f"{head}+changes"
     # Somebody else's repository that holds an environment with this package.
     (package / "__init__.py").unlink()

@@ -68,30 +68,22 @@ def cpu_hardware() -> str:
 
 
 def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
-    """Commit of the checkout that the package lies in, "+changes" if it differs; None outside one.
+    """Return the commit of the checkout that the package lies in, "+changes" if it differs; None outside
+    one.
 
-    Files that are not under version control count where the package or its kernels are, so that
-    results written into the checkout are not a change. A virtual environment may lie in another
-    project's repository, so the repository must be ours.
+    Files that are not under version control do not count: results written into the checkout are no
+    change. A virtual environment may lie in another project's repository, so the repository must be ours.
     """
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or not (Path(top) / "src" / "sparse_bitnet" / "__init__.py").is_file():
         return None
-    head = _git(package, "rev-parse", "--short=12", "HEAD")
-    if head is None:
-        return None
-    status = ("status", "--porcelain")
-    changed = _git(package, *status, "--untracked-files=no") or _git(
-        package, *status, "--", f"{top}/src", f"{top}/csrc"
-    )
-    return head + ("+changes" if changed else "")
+    return _git(package, "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

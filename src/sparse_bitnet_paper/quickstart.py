@@ -17,7 +17,7 @@ from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet_paper import figures, tables
-from sparse_bitnet_paper.page import render
+from sparse_bitnet_paper.report import render
 from sparse_bitnet_paper.reproduce import reproduce
 from sparse_bitnet_paper.results import CURVE_POINTS, Results
 from sparse_bitnet_paper.scales import QuickstartConfig

@@ -168,7 +168,7 @@ def _short(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
-# How long runs take, and what share of a machine's products training reaches.
+# How long runs take.
 
 
 def trained_weights(shape: Shape, vocab_size: int | None) -> int:
@@ -176,17 +176,10 @@ def trained_weights(shape: Shape, vocab_size: int | None) -> int:
     return shape.block_weights + shape.hidden_size * (vocab_size or shape.vocab_size)
 
 
-def flops_per_token(shape: Shape, sequence_length: int, vocab_size: int | None) -> int:
-    """Return the operations of forward and backward: 6 per weight (the tied head included, the look-up
-    not), and 6 per layer, channel and token of context for causal attention."""
-    attention = 6 * shape.num_hidden_layers * shape.hidden_size * sequence_length
-    return 6 * trained_weights(shape, vocab_size) + attention
-
-
-def flops(config: TrainConfig, vocab_size: int | None = None) -> float:
-    """Return the operations of a whole run; masks are simulated, so all formats take the same."""
-    tokens = float(config.steps * config.tokens_per_step)
-    return tokens * flops_per_token(PRESETS[config.model], config.sequence_length, vocab_size)
+def flops(model: str, tokens: float, vocab_size: int | None = None) -> float:
+    """Return the operations of training: 6 per weight and token, the tied head included. Masks are
+    simulated, so all formats take the same."""
+    return 6.0 * tokens * trained_weights(PRESETS[model], vocab_size)
 
 
 def seconds(config: TrainConfig, rows: pd.DataFrame, vocab_size: int | None = None) -> float:
@@ -195,26 +188,19 @@ def seconds(config: TrainConfig, rows: pd.DataFrame, vocab_size: int | None = No
     here = rows[rows.provenance.str["hardware"] == hardware()]
     same = here[here.model == config.model]
     ended = same if len(same) else here
+    work = OVERHEAD * flops(config.model, config.steps * config.tokens_per_step, vocab_size)
     if ended.empty:
-        rate = UTILISATION * product_rate(config.device, config.threads, "float32")
-        return OVERHEAD * flops(config, vocab_size) / rate
-    work = sum(
-        row.tokens * flops_per_token(PRESETS[row.model], row.config["sequence_length"], vocab_size)
-        for row in ended.itertuples()
-    )
-    return OVERHEAD * flops(config, vocab_size) * ended.seconds.sum() / work
+        return work / (UTILISATION * product_rate(config.device, config.threads))
+    done = sum(flops(row.model, row.tokens, vocab_size) for row in ended.itertuples())
+    return work * ended.seconds.sum() / done
 
 
 @cache
-def product_rate(device_name: str, threads: int | None, precision: str) -> float:
-    """Return operations a second, a multiply-add being two, of the fastest product in half a second.
+def product_rate(device: str, threads: int | None) -> float:
+    """Return operations a second, a multiply-add being two, of large float32 products.
 
-    Args:
-        device_name: as in a `TrainConfig`.
-        threads: likewise.
-        precision: a dtype of torch.
+    `device` and `threads` are as in a `TrainConfig`.
     """
-    side, device = 1024, resolve_device(device_name)
-    a = torch.ones(side, side, dtype=getattr(torch, precision), device=device)
+    a = torch.ones(1024, 1024, device=resolve_device(device))
     timer = Timer("a @ a", globals={"a": a}, num_threads=threads or torch.get_num_threads())
-    return 2 * side**3 / min(timer.blocked_autorange(min_run_time=0.5).times)
+    return 2 * len(a) ** 3 / min(timer.blocked_autorange(min_run_time=0.5).times)

@@ -1,23 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of one or more sets of results: every table, figure and claim, from result files alone."""
+"""Pages from jinja2 templates, and the page of one or more sets of results.
+
+Pages are Markdown with figures beside it, or self-contained HTML: inline CSS and SVG, nothing is loaded.
+It reads in a narrow and a wide window, in light and dark, and on paper. The page of results has every
+table, figure and claim, from result files alone.
+"""
 
 import itertools
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet_paper import claims, figures, tables
-from sparse_bitnet_paper.page import markdown_page, render
 from sparse_bitnet_paper.paper import paper, paper_accuracies
 from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import ABLATIONS
 from sparse_bitnet_paper.scales import DENSE_PATTERN, SCALES
-from sparse_bitnet_paper.statistics import LEAST_SEEDS, LEVEL, Claim, Estimate, judged
+from sparse_bitnet_paper.statistics import (
+    EXCLUDED,
+    HOLDS,
+    LEAST_SEEDS,
+    LEVEL,
+    OPEN,
+    OPPOSITE,
+    Claim,
+    Estimate,
+    judged,
+)
 
 TITLE = "The paper's experiments, repeated"
+
+_VERDICTS = {HOLDS: "yes", OPPOSITE: "no", EXCLUDED: "no", OPEN: "open"}
+_SPREAD = re.compile(r"([-+]?[\d.,]+(?: %)?)[ \n]((?:norm|[-+±\d\[]).*)")
 
 
 def write_report(
@@ -122,3 +144,81 @@ def _chapter(results: Results, judgements: Sequence[Claim]) -> dict[str, Any]:
         raise UserError(f"cannot read {notes}: {error}") from error
     chapter = {"results": results, "of_the_paper": of_the_paper, "claims": judgements}
     return chapter | {"notes": text, "drawn": drawn, "weights": weights}
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this package, filled in; values in an HTML template are escaped."""
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+    environment = Environment(
+        loader=PackageLoader("sparse_bitnet_paper"),
+        autoescape=select_autoescape(["html.j2"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
+    )
+    environment.globals |= {"e": math.e, "infinity": math.inf, "zip": zip}
+    environment.filters |= {
+        "cell": cell,
+        "ids": lambda svg, name: Markup(figures.prefix_ids(svg, name)),
+        "dense_of": tables.dense_of,
+        "label": tables.label,
+        "line": tables.pipe_line,
+        "over": tables.percent_over,
+        "percent": lambda share: f"{100 * share:.1f} %",
+        "spread": tables.spread,
+        "thousands": lambda number: f"{number:,}",
+    }
+    return environment
+
+
+def markdown_page(title: str, text: str, drawn: Mapping[str, str]) -> str:
+    """Return a Markdown page as one HTML file.
+
+    Args:
+        title: of the file.
+        text: Markdown.
+        drawn: SVG by name, for the images of that name.
+    """
+    from markdown_it import MarkdownIt
+
+    markdown = MarkdownIt("commonmark").enable("table")
+    contents: list[tuple[str, str]] = []
+
+    def heading(self: Any, tokens: Any, place: int, *_: Any) -> str:
+        tag = tokens[place].tag
+        contents.append((tag, tokens[place + 1].content))
+        return f'<{tag} id="section-{len(contents)}">'
+
+    def image(self: Any, tokens: Any, place: int, *_: Any) -> str:
+        name = tokens[place].attrs["src"].rpartition("/")[2].removesuffix(".svg")
+        return f'<span class="figure">{figures.prefix_ids(drawn[name], name)}</span>'
+
+    markdown.add_render_rule("heading_open", heading)
+    markdown.add_render_rule("image", image)
+    markdown.add_render_rule("text", lambda self, tokens, place, *_: cell(tokens[place].content))
+    body = Markup(markdown.render(text))
+    return render("markdown.html.j2", title=title, contents=contents, body=body)
+
+
+def cell(text: str) -> Markup:
+    """Return a cell's text with a verdict in colour, or the spread of a number set off from it."""
+    for verdict, colour in _VERDICTS.items():
+        if text == verdict or text.startswith(f"{verdict}, "):
+            return Markup('<b class="{}">{}</b>').format(colour, text)
+    if text == claims.NOTHING:
+        return Markup("&ndash;")
+    if found := _SPREAD.fullmatch(text):
+        first, rest = (escape(part).replace("-", Markup("&minus;")) for part in found.groups())
+        return Markup("{}<small>{}</small>").format(first, rest)
+    return (
+        escape(text).replace("-", Markup("&minus;"))
+        if re.match(r"-[\d.]+$", text)
+        else escape(text)
+    )

@@ -132,7 +132,10 @@ class _Queue:
         self.ended, self.failed = 0, list[str]()
         self.lines: dict[str, Line] = {}
         self.whole = progress.line("all runs")
-        self.work = {run.name: flops(run.config) for run in pending}
+        self.work = {
+            run.name: flops(run.config.model, run.config.steps * run.config.tokens_per_step)
+            for run in pending
+        }
         self.done = dict.fromkeys(self.work, 0.0)
         """Share of each run's steps that is done."""
 

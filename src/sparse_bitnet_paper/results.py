@@ -318,9 +318,7 @@ def make_setting(
 
 def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Return in words what makes results of two settings incomparable."""
-    # A field of the recipe that did not exist when it was written has its default.
-    recipe = _shared(TrainConfig()) | stored["recipe"]
-    there = {**stored, "recipe": recipe, "sizes": wanted["sizes"] | stored["sizes"]}
+    there = {**stored, "sizes": wanted["sizes"] | stored["sizes"]}
     # What is no object in nested JSON, by its path.
     (old,), (new,) = (pd.json_normalize(dict(each)).to_dict("records") for each in (there, wanted))
     return [

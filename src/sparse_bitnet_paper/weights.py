@@ -35,7 +35,7 @@ from sparse_bitnet_paper.figures import (
     threshold_overlay,
     weight_histograms,
 )
-from sparse_bitnet_paper.page import render
+from sparse_bitnet_paper.report import render
 from sparse_bitnet_paper.tables import Table, table
 from sparse_bitnet_paper.weight_counts import (
     BIN_WIDTH,
