@@ -112,6 +112,7 @@ def test_values_arrive(capsys):
         ([""], "FOLDER is empty"),
         (["x", "--on=yes"], "--on/--no-on: ignored explicit argument 'yes'"),
         ([], "FOLDER is missing"),
+        (["x", "--steps", "0"], "steps=0: must be above 0"),
     ],
 )
 def test_complaints_are_one_line(arguments, message, capsys):
@@ -179,11 +180,6 @@ def test_help_prints_and_exits(capsys):
     assert "(default: 3)" in printed
     assert "where it is done" in " ".join(printed.split())
     assert "usage: p [OPTIONS] FOLDER [MORE ...]\n" in printed
-
-
-def test_what_a_config_refuses_is_one_line():
-    with pytest.raises(UserError, match=r"^steps=0: must be above 0; see p --help$"):
-        parse(Config, ["--steps", "0"], prog="p")
 
 
 def test_none_is_a_value_of_what_may_be_none():

@@ -11,8 +11,6 @@ import pytest
 
 from one_process import Done, run_commands
 from sparse_bitnet.cli.main import COMMANDS, main, usage
-from sparse_bitnet.cli.train import split_recipe
-from sparse_bitnet.errors import UserError
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -158,14 +156,6 @@ def test_bad_options_say_which_and_exit_with_code_2(told, arguments, words):
     assert done.code == 2
     assert words in done.errors
     assert "Traceback" not in done.errors
-
-
-def test_recipe_is_taken_out_of_the_arguments():
-    assert split_recipe(["--recipe", "paper", "--steps", "1"]) == ("paper", ["--steps", "1"])
-    assert split_recipe(["--steps", "1", "--recipe=paper"]) == ("paper", ["--steps", "1"])
-    assert split_recipe(["--steps", "1"]) == (None, ["--steps", "1"])
-    with pytest.raises(UserError, match="recipe '' is unknown"):
-        split_recipe(["--recipe"])
 
 
 @pytest.mark.train

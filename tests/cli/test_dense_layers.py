@@ -9,20 +9,9 @@ from safetensors.torch import save_file
 
 from sparse_bitnet.cli import paper
 from sparse_bitnet.errors import UserError
-from sparse_bitnet_paper.runs import plan as planned
 from sparse_bitnet_paper.scales import QuickstartConfig
 
 DOWN = ["--dense-layers", "down_proj"]
-
-
-def test_all_runs_of_a_set_leave_the_same_layers_dense(tmp_path):
-    scale = QuickstartConfig(dense_layers="down_proj", out=str(tmp_path)).scale()
-    runs = planned(scale, ["table2"])
-    assert [run.config.format for run in runs] == [
-        f"{cell},dense_layers=down_proj"
-        for cell in ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8")
-    ]
-    assert [run.is_dense for run in runs] == [True, False, True, False]
 
 
 def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):

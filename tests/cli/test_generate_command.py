@@ -172,15 +172,6 @@ def test_an_answer_that_the_context_cuts_off_says_so(folder, capsys, monkeypatch
     assert capsys.readouterr().out.endswith(" [cut off: the context is full, /reset starts over]\n")
 
 
-def test_a_model_without_template_says_so(folder, tmp_path):
-    import shutil
-
-    copy = shutil.copytree(folder, tmp_path / "final")
-    (copy / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="no chat template"):
-        generate.chat([str(copy)])
-
-
 class Interrupting(io.StringIO):
     """Presses Ctrl-C when the first text is written to it."""
 

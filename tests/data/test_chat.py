@@ -351,19 +351,12 @@ def test_keys_that_other_rows_have_are_not_learnt(tmp_path: Path, tokenizer: Any
         assert json.dumps(row["messages"][1]["tool_calls"][0]["function"]) in text
 
 
-def test_bad_conversations_are_refused(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_conversations_are_refused(chats: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["--chat", "--tokenizer", str(chats / "model")]
-    for value, message in (
-        ("text", "rows.jsonl:1: column 'messages' is no list of"),
-        ([{"role": "user"}], "is no list of"),
-        (conversation("one?"), "no message of the assistant"),
-    ):
-        rows.write_text(json.dumps({"messages": value}))
-        with pytest.raises(UserError, match=message):
-            main([str(rows), str(tmp_path / "out"), *options])
+    rows.write_text(json.dumps({"messages": conversation("one?")}))
+    with pytest.raises(UserError, match="no message of the assistant"):
+        main([str(rows), str(tmp_path / "out"), *options])
     dated = [{**message, "at": datetime.date(2026, 1, 1)} for message in conversation("a", "b")]
     pq.write_table(pa.table({"messages": [dated]}), tmp_path / "dated.parquet")
     with pytest.raises(

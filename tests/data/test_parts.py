@@ -84,13 +84,6 @@ def test_the_whole_appears_with_its_last_part(texts, tmp_path, tokenizer_folder,
     assert (out / MANIFEST).read_bytes() == before
 
 
-def test_parts_of_different_tokenizers_are_not_joined(texts, tmp_path, tokenizer_folder):
-    source, out = parse_source(str(texts)), tmp_path / "out"
-    prepare_part(source, out, part=0, parts=2, tokenizer=tokenizer_folder)
-    with pytest.raises(UserError, match=r"part-00000-of-00002.*tokenizer.hash is .* there"):
-        prepare_part(source, out, part=1, parts=2, tokenizer=tokenizer_folder, eos_token="a")
-
-
 def test_parts_of_other_options_are_not_joined(texts, tmp_path, tokenizer_folder):
     out = tmp_path / "out"
     options = {"parts": 2, "tokenizer": tokenizer_folder}
@@ -140,13 +133,6 @@ def test_what_cannot_be_divided_is_refused(texts, tmp_path):
         part_of(parse_source(str(texts), limit_documents=3), 0, 2)
     with pytest.raises(UserError, match="needs --tokenizer"):
         main([str(texts), str(tmp_path / "out"), "--vocab-size", "300", "--parts", "2"])
-
-
-def test_a_separate_validation_source_goes_to_the_first_part(texts, tmp_path):
-    held_out = write_jsonl(tmp_path / "held.jsonl", some_texts(5, seed=9))
-    source = parse_source(str(texts), validation=str(held_out))
-    splits = [{found.split for found in part_of(source, part, 2).documents()} for part in (0, 1)]
-    assert splits == [{"train", "validation"}, {"train"}]
 
 
 def test_text_given_to_be_held_out_stays_whole(texts, tmp_path, tokenizer_folder):

@@ -3,7 +3,6 @@ import errno
 import itertools
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,17 +93,6 @@ def test_end_token_can_be_chosen(text: Path, tmp_path: Path, tokenizer_folder: P
     assert manifest.eos_token_id == expected
     assert load_tokenizer(tmp_path / "out" / "tokenizer").eos_token_id == expected
     assert TokenDataset.open(tmp_path / "out")[-1:][0] == expected
-
-
-def test_a_finished_folder_is_left_alone(
-    text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = parse_source(str(text))
-    first = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
-    before = contents(tmp_path / "out")
-    monkeypatch.setattr(preparation, "_Preparation", None)
-    assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == first
-    assert contents(tmp_path / "out") == before
 
 
 def test_other_settings_are_refused_and_named(
@@ -286,22 +274,6 @@ def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], messag
     with pytest.raises(UserError, match=message):
         prepare(parse_source(str(text)), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_progress_line(
-    text: Path,
-    tmp_path: Path,
-    tokenizer_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prepare(parse_source(str(text)), tmp_path / "quiet", tokenizer=tokenizer_folder)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
-    prepare(parse_source(str(text)), tmp_path / "shown", vocab_size=300)
-    shown = capsys.readouterr().err
-    assert "MB/s" in shown
-    assert re.search(r"(\S+)/\1 MB", shown), "all of the text"
 
 
 def test_command_line(

@@ -33,16 +33,6 @@ def data(prepared: Path, tmp_path: Path) -> Path:
     return shutil.copytree(prepared, tmp_path / "data")
 
 
-def test_tokens_left_by_a_full_disk_are_said_once(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 100)
-    writer._file.close()
-    writer._file = open("/dev/full", "wb")
-    writer.append(np.arange(10))
-    with pytest.raises(UserError, match="No space left on device"):
-        writer.finish()
-    writer.close()
-
-
 @hypothesis.given(
     length=st.integers(1, 300),
     shard_tokens=st.integers(20, 120),

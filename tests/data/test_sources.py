@@ -63,12 +63,6 @@ def test_folder_glob_and_list_of_every_kind(
     check_resumes(everything)
 
 
-def test_progress_rises_to_one(mixed: Path) -> None:
-    progress = [document.progress for document in parse_source(str(mixed)).documents()]
-    assert progress == sorted(progress)
-    assert progress[-1] == 1.0
-
-
 def test_split_of_files_follows_the_text_alone(tmp_path: Path) -> None:
     texts = some_texts(2000)
     forward = write_jsonl(tmp_path / "forward.jsonl", texts)
@@ -209,28 +203,6 @@ def test_hub_data_set_streams_and_resumes(monkeypatch: pytest.MonkeyPatch) -> No
         texts_of(parse_source("hub:tiiuae/falcon-refinedweb"))
 
 
-def test_local_folder_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for number in range(2):
-        write_jsonl(folder / f"train-{number}.jsonl", some_texts(30, seed=number), "content")
-    source = parse_source(f"hub:{folder}", column="content")
-    assert texts_of(source) == [*some_texts(30, seed=0), *some_texts(30, seed=1)]
-    with pytest.raises(UserError, match="no column 'text'; choose one with --column: content, n"):
-        texts_of(parse_source(f"hub:{folder}"))
-
-
-def test_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no such host\nand more")
-
-    monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked again"))
-    with pytest.raises(UserError, match=r"data set 'no-one/nothing': no such host$"):
-        texts_of(parse_source("hub:no-one/nothing"))
-
-
 def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield {"text": "a"}
@@ -266,15 +238,6 @@ def test_of_few_long_documents_pieces_are_held_out(tmp_path: Path, kind: str) ->
     check_resumes(source)
 
 
-@pytest.mark.parametrize("characters", [5_000, 20_000, 200_000])
-def test_at_least_one_piece_of_a_short_text_is_held_out(tmp_path: Path, characters: int) -> None:
-    (tmp_path / "a.txt").write_text(book(100_000)[:characters], "utf-8")
-    source = parse_source(str(tmp_path / "a.txt"))
-    assert texts_of(source, VALIDATION)
-    assert len("".join(texts_of(source, TRAIN))) >= characters * 0.15
-    check_resumes(source)
-
-
 @pytest.mark.parametrize("characters", [150, 500, 4_500, 9_000])
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "chat", "repeated"])
 def test_most_of_a_small_text_is_for_training(tmp_path: Path, characters: int, kind: str) -> None:
@@ -295,11 +258,6 @@ def test_most_of_a_small_text_is_for_training(tmp_path: Path, characters: int, k
         source = parse_source(str(path), chat=kind == "chat")
         held_out, kept = texts_of(source, VALIDATION), texts_of(source, TRAIN)
         assert len("".join(held_out)) <= len("".join(kept))
-
-
-def test_a_text_of_one_piece_is_for_training(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("A few words.")
-    assert texts_of(parse_source(str(tmp_path / "a.txt")), TRAIN) == ["A few words."]
 
 
 def test_many_documents_stay_whole(tmp_path: Path) -> None:
@@ -363,15 +321,6 @@ def test_order_and_split_follow_the_path_below_the_root(tree: Path, tmp_path: Pa
         for d in python_files(tmp_path / "moved", validation_fraction=0.2).documents()
     }
     assert {d.text: d.split for d in documents}.items() <= by_text.items()
-
-
-def test_copies_and_line_ends(tree: Path) -> None:
-    before = list(python_files(tree).documents())
-    (tree / "copy.py").write_bytes(b"value = 7\r\n")
-    after = list(python_files(tree).documents())
-    check_resumes(python_files(tree))
-    assert len(after) == 200
-    assert {document.text for document in after} == {document.text for document in before}
 
 
 def test_no_python_files(tmp_path: Path) -> None:
