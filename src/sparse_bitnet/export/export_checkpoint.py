@@ -101,7 +101,7 @@ def write(
         write_folder(
             out,
             source,
-            format.plan(source, dtype),
+            format.deferred_tensors(source, dtype),
             dtype=dtype,
             quantization_config=format.quantization_config(source),
             model_card=card,
@@ -110,7 +110,7 @@ def write(
         return
     block = _block(config)
     vocabulary = gguf_export.check(source, block, config.embeddings)
-    tensors = gguf_export.plan(source, block, config.embeddings)
+    tensors = gguf_export.gguf_tensors(source, block, config.embeddings)
     with atomic_folder(out) as folder:
         path = folder / gguf_file_name(config.format)
         gguf_export.write(path, source, tensors, vocabulary, block, on_progress)

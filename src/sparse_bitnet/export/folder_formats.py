@@ -57,7 +57,7 @@ class FolderFormat:
     """What stands for a sparse layer's weight, where everything dense is of that type."""
     quantization_config: Callable[[Checkpoint], dict[str, Any] | None]
 
-    def plan(self, source: Checkpoint, dtype: torch.dtype) -> list[DeferredTensors]:
+    def deferred_tensors(self, source: Checkpoint, dtype: torch.dtype) -> list[DeferredTensors]:
         """Every tensor of the export: the sparse layers', the rest cast to `dtype`."""
         layers = [self.layer(source, name, dtype) for name in source.layers]
         others = source.others.items()

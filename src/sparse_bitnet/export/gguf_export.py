@@ -131,7 +131,7 @@ def other_types(source: Checkpoint, wanted: BlockType) -> str | None:
     )
 
 
-def plan(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTensor]:
+def gguf_tensors(source: Checkpoint, block: BlockType, embeddings: str) -> list[GgufTensor]:
     """Every tensor of the file, under llama.cpp's names."""
     row = architecture(source)
 

@@ -19,7 +19,7 @@ from sparse_bitnet.generation.grammar import FormLost
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output, TokenScore
 from sparse_bitnet.generation.scheduler import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.generations import Deliver, Prepared, ServedModel, prepare, try_form
+from sparse_bitnet.serve.generations import Deliver, Prepared, ServedModel, requests_of, try_form
 from sparse_bitnet.serve.replies import ChatReply, Choice, Reply, call_reader
 from sparse_bitnet.serve.responses import ResponsesBody, ResponsesReply, own_names
 from sparse_bitnet.serve.schema import Body, ChatBody, parse_body
@@ -90,9 +90,9 @@ class Answering:
             asked = parse_body(kind, raw)
             if isinstance(asked, ResponsesBody):
                 with own_names():
-                    prepared = prepare(asked.chat(), self._model, self._scheduler, deliver)
+                    prepared = requests_of(asked.chat(), self._model, self._scheduler, deliver)
             else:
-                prepared = prepare(asked, self._model, self._scheduler, deliver)
+                prepared = requests_of(asked, self._model, self._scheduler, deliver)
             return asked, prepared, [] if prepared.untried else self.submit(prepared.requests)
 
         asked, prepared, generations = await self.beside(request, raw, start)

@@ -48,7 +48,7 @@ async def embeddings(
     """Raises `ApiError` for a body that is no valid one, asks for too much, or cannot be answered."""
     outputs, deliver = answering.outputs()
 
-    def prepare() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
+    def read() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
         body = parse_body(EmbeddingsBody, raw)
         return body, [
             GenerationRequest(
@@ -57,7 +57,7 @@ async def embeddings(
             for index, prompt in enumerate(_prompts(body, model, scheduler.capacity))
         ]
 
-    body, requests = await answering.beside(request, raw, prepare)
+    body, requests = await answering.beside(request, raw, read)
     generations: list[Generation] = []
     request.scope["generations"] = generations
     # So many at once as can run: what others ask meanwhile comes between them.

@@ -75,7 +75,7 @@ class Prepared:
     """Texts that precede what is generated, one for each prompt, or none at all."""
 
 
-def prepare(
+def requests_of(
     body: Body, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
 ) -> Prepared:
     """Make a body's requests. Raises `ApiError` for one that asks for more than there is."""
