@@ -26,8 +26,8 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.train_run import train
-from sparse_bitnet.training.validation import validation_loss
+from sparse_bitnet.training.trainer import train
+from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 PATTERNS = ("8:8", "6:8", "2:4")
 SEEDS = 3
@@ -43,7 +43,8 @@ ONE_SHOT = (
 def perplexity(model: Any, config: TrainConfig) -> float:
     """Over the run's held-out text."""
     cpu = torch.device("cpu")
-    mean, _ = validation_loss(SummedLoss(model, None), config, device=cpu, dtype=torch.float32)
+    loss, held_out = SummedLoss(model), held_out_windows(config)
+    mean, _ = validation_loss(loss, config, held_out, device=cpu, dtype=torch.float32)
     return float(torch.tensor(mean).exp())
 
 

@@ -38,7 +38,7 @@ import sparse_bitnet._cpu
 assert sparse_bitnet.__file__.startswith(sys.argv[2]), sparse_bitnet.__file__
 from sparse_bitnet.training.config import TrainConfig
 try:
-    from sparse_bitnet.training.train_run import train
+    from sparse_bitnet.training.trainer import train
 except ImportError:  # its name before
     from sparse_bitnet.training.train import train
 config = TrainConfig(**json.loads(sys.argv[1]))

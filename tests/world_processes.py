@@ -2,20 +2,18 @@
 """Worlds of processes that train: imports once, then forks each world that is asked for.
 
 Run as a script it reads one JSON request a line: `configs` of one run after another, `size`, `shard`,
-`timeout_seconds`, `faults`, what happens to which rank before which step, and what to `measure`. It
-answers with each rank's exit code (negative: the signal that ended it) and output.
+`timeout_seconds` and `faults`, what happens to which rank before which step. It answers with each rank's
+exit code (negative: the signal that ended it) and output.
 """
 
 import contextlib
 import errno
-import json
 import os
 import random
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -51,15 +49,13 @@ class Worlds(Child):
         shard: int | None = None,
         timeout_seconds: float = 60.0,
         faults: dict[str, str] | None = None,
-        measure: str = "",
     ) -> list[tuple[int, str]]:
         """Train the configs one after another in a world; (exit code, output) of each rank.
 
         Args:
-            faults: "rank:step" -> kill, kill soon (within 50 ms), stop (freeze), slow (half a second),
-                interrupt (SIGTERM), full disk, kill while saving; before the step, or at its checkpoint.
+            faults: "rank:step" -> kill, stop (freeze),
+                interrupt (SIGTERM), full disk; before the step, or at its checkpoint.
                 "rank:export" -> slow: half as long again as the timeout.
-            measure: "collectives", to be read from the output by the function of that name.
         """
         request = {
             "configs": [asdict(config) for config in configs],
@@ -67,7 +63,6 @@ class Worlds(Child):
             "shard": shard,
             "timeout_seconds": timeout_seconds,
             "faults": faults or {},
-            "measure": measure,
         }
         return [(code, text) for code, text in self.ask(request)["ranks"]]
 
@@ -78,7 +73,7 @@ def main() -> None:
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
-    import sparse_bitnet.training.train_run  # noqa: F401
+    import sparse_bitnet.training.trainer  # noqa: F401
     from sparse_bitnet.checkpoint.build_model import build_model
     from sparse_bitnet.layer_config import SparseBitConfig
 
@@ -166,17 +161,14 @@ def be_rank(rank: int, ports: list[int], request: dict[str, Any], output: Path) 
 
 def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
     from sparse_bitnet.errors import UserError
-    from sparse_bitnet.training.distributed import Launch
-    from sparse_bitnet.training.train_run import Interrupted, train
+    from sparse_bitnet.training.trainer import Interrupted, train
 
     inject_faults(rank, request["faults"], request["timeout_seconds"])
-    if request["measure"] == "collectives":
-        count_collectives()
-    launch = Launch(shard=request["shard"], timeout_seconds=request["timeout_seconds"])
+    launch = {name: request[name] for name in ("shard", "timeout_seconds")}
     for port, config in zip(ports, request["configs"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         try:
-            result = train(TrainConfig(**config), launch=launch)
+            result = train(TrainConfig(**config), **launch)
         except Interrupted as stop:
             print(f"Interrupted: {stop}")
             return 130
@@ -185,51 +177,6 @@ def train_all(rank: int, ports: list[int], request: dict[str, Any]) -> int:
             return 2
         print(f"done {result.steps}")
     return 0
-
-
-def collectives(output: str) -> list[dict[str, dict[str, int]]]:
-    """Of a rank that was told to count: for each step, name -> how often, and bytes received."""
-    return [json.loads(line[6:]) for line in output.splitlines() if line.startswith("sent: ")]
-
-
-def count_collectives() -> None:
-    """Print after each step which collectives it took, with the bytes that a ring brings to a rank."""
-    import torch.distributed as dist
-
-    from sparse_bitnet.training.trainer import Trainer
-
-    counted: dict[str, dict[str, int]] = {}
-
-    def counting(name: str, received: Any) -> Any:
-        function = getattr(dist, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            tensors = [*arguments, *options.values()]
-            size = options["group"].size() if options.get("group") else dist.get_world_size()
-            found = counted.setdefault(name, {"times": 0, "bytes": 0})
-            found["times"] += 1
-            found["bytes"] += received(tensors, size) if size > 1 else 0
-            return function(*arguments, **options)
-
-        setattr(dist, name, call)
-
-    def bytes_of(tensors: list[Any]) -> list[int]:
-        import torch
-
-        return [one.nbytes for one in tensors if isinstance(one, torch.Tensor)]
-
-    counting("all_gather_single", lambda tensors, n: max(bytes_of(tensors)) * (n - 1) // n)
-    counting("reduce_scatter_single", lambda tensors, n: max(bytes_of(tensors)) * (n - 1) // n)
-    counting("all_reduce", lambda tensors, n: 2 * bytes_of(tensors)[0] * (n - 1) // n)
-    step_of = Trainer._step
-
-    def step(self: Trainer, number: int) -> dict[str, Any]:
-        counted.clear()
-        row = step_of(self, number)
-        print(f"sent: {json.dumps(counted)}")
-        return row
-
-    Trainer._step = step  # type: ignore[method-assign]
 
 
 def inject_faults(rank: int, faults: dict[str, str], timeout_seconds: float) -> None:
@@ -245,25 +192,16 @@ def inject_faults(rank: int, faults: dict[str, str], timeout_seconds: float) -> 
         match faults.get(f"{rank}:{number}"):
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "kill soon":
-                moment = random.random() * 0.05
-                threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "slow":
-                time.sleep(0.5)
             case "interrupt":
                 os.kill(os.getpid(), signal.SIGTERM)
         return step_of(self, number)
 
     def write(self: FileSystemWriter, *arguments: Any) -> Any:
-        shards = Path(self.path)
-        match faults.get(f"{rank}:{int(shards.parent.name.rpartition('-')[2])}"):
-            case "full disk":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            case "kill while saving":
-                (shards / f"__{rank}_0.distcp").write_bytes(b"half")
-                os.kill(os.getpid(), signal.SIGKILL)
+        step = int(Path(self.path).parent.name.rpartition("-")[2])
+        if faults.get(f"{rank}:{step}") == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_data(self, *arguments)
 
     def export(*arguments: Any, **options: Any) -> None:

@@ -25,8 +25,8 @@ from sparse_bitnet.provenance import hardware, provenance
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.initial_model import initial_model
-from sparse_bitnet.training.train_run import train
+from sparse_bitnet.training.model import initial_model
+from sparse_bitnet.training.trainer import train
 from sparse_bitnet_paper.results import CURVE_POINTS, Measured, Results
 from sparse_bitnet_paper.runs import Run
 from sparse_bitnet_paper.weight_counts import as_json, depth_parts, pool, shares

@@ -23,7 +23,9 @@ from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.preparation import prepare
+from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import check_ours
@@ -31,7 +33,6 @@ from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import Interrupted, run_lock, stop_signals
-from sparse_bitnet.training.validation import identity_of
 from sparse_bitnet_paper.record import OnStep, flops, seconds, train_and_measure
 from sparse_bitnet_paper.results import SETTING, Measured, Results, make_setting
 from sparse_bitnet_paper.runs import Run, plan
@@ -107,7 +108,9 @@ def reproduce(
         results.check(_setting(results, scale, results.setting["data"]))
     with run_lock(out):
         data = data or prepare_text(scale, results.data)
-        results.open(_setting(results, scale, identity_of(data, verify=True)))
+        splits = [TokenDataset.open(data, split) for split in SPLITS]
+        identity = {split.split: split.identity() for split in splits}
+        results.open(_setting(results, scale, identity))
         pending = [run for run in runs if run.name not in set(results.rows.name)]
         at_once = min(workers or default_workers(scale), max(1, len(pending)))
         work = partial(train_and_measure, out, data)

@@ -17,7 +17,7 @@ from sparse_bitnet.evaluation.perplexity import Perplexity, Window, evaluate, pe
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.validation import validation_loss
+from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 
 @given(tokens=st.integers(0, 300), context=st.integers(1, 40), data=st.data())
@@ -86,7 +86,11 @@ def test_bfloat16_is_close(model, tokens):
 def test_equals_the_trainers_validation(model, prepared):
     config = TrainConfig(data=str(prepared), sequence_length=32, batch_size=4, validation_tokens=0)
     loss, scored = validation_loss(
-        SummedLoss(model, None), config, device=torch.device("cpu"), dtype=torch.float32
+        SummedLoss(model),
+        config,
+        held_out_windows(config),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
     )
     tokens = TokenDataset.open(prepared, "validation")[0 : scored + 1]
     found = perplexity(model, tokens, context_length=32, batch_size=4)

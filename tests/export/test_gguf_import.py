@@ -33,8 +33,7 @@ from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES
-from sparse_bitnet.training.logit_cache import fingerprint
-from sparse_bitnet.training.teacher_loss import Teacher
+from sparse_bitnet.training.teacher import Teacher, fingerprint
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 Kind = gguf.GGMLQuantizationType
@@ -385,8 +384,7 @@ def test_an_ordinary_file_is_a_start_and_a_teacher(tmp_path: Path, family: str, 
     assert all(torch.equal(own.state_dict()[name], expected[name]) for name in expected)
     student = build_model("", "ternary-6:8", init=path)
     assert sparse_layers(student).keys() == linear_shapes(own).keys() - {"lm_head"}
-    teacher = Teacher(path, torch.float32, torch.device("cpu"))
-    assert teacher.vocab_size == SIZES["vocab_size"]
+    Teacher(path, torch.float32, torch.device("cpu"), SIZES["vocab_size"])
     assert len(fingerprint(str(path))) == 16
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import sparse_bitnet.training.train_run
+import sparse_bitnet.training.trainer
 from made_up_results import read_rows
 from sparse_bitnet.cli import evaluate as evaluate_cli
 from sparse_bitnet.cli import paper as cli
@@ -83,7 +83,7 @@ def test_the_report_is_whole_well_formed_and_loads_nothing(finished):
 def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     config, result, _ = finished
     before = rows_of(config)
-    monkeypatch.setattr(sparse_bitnet.training.train_run, "Trainer", None)
+    monkeypatch.setattr(sparse_bitnet.training.trainer, "Trainer", None)
     assert quickstart(config).sample == result.sample
     assert rows_of(config) == before
 

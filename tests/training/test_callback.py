@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -144,59 +143,6 @@ def test_logs_the_flip_rate_between_consecutive_steps(make_trainer, evaluate: bo
     ]
 
 
-def test_later_callbacks_see_the_values_too(make_trainer) -> None:
-    seen: list[dict[str, float]] = []
-
-    class Listener(TrainerCallback):
-        def on_log(self, args, state, control, **kwargs) -> None:
-            seen.append(dict(kwargs["logs"]))
-
-    make_trainer(converted(), SparseBitCallback(), Listener()).train()
-    assert [entry["zero_fraction"] > 0 for entry in seen if "loss" in entry] == [True] * 4
-
-
-def test_the_norms_of_inputs_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = torch.arange(64).view(4, 16) % 96
-
-    def layers_after(batch: torch.Tensor, end: bool = True) -> list[SparseBitLinear]:
-        model = convert_(tiny_model(), SparseBitConfig.parse("ternary-6:8,score=wanda"))
-        callback = SparseBitCallback()
-        callback.on_step_begin(model=model)
-        model(input_ids=batch, labels=batch).loss.backward()
-        if end:
-            callback.on_pre_optimizer_step(model=model)
-        return list(sparse_layers(model).values())
-
-    alone = layers_after(ids)
-    elsewhere = iter([layer._seen for layer in layers_after(ids[2:], end=False)])
-    monkeypatch.setattr(dist, "all_reduce", lambda seen: seen.add_(next(elsewhere)))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        shared = layers_after(ids[:2])
-    finally:
-        dist.destroy_process_group()
-    for one, both in zip(alone, shared, strict=True):
-        torch.testing.assert_close(both.input_norm, one.input_norm)
-
-
-def test_dense_format_logs_no_flips(make_trainer) -> None:
-    trainer = make_trainer(converted("ternary-8:8"), SparseBitCallback())
-    trainer.train()
-    assert [entry["flip_rate"] for entry in training_logs(trainer)] == [0.0] * 4
-
-
-def test_an_evaluation_selects_twice_and_is_exact(make_trainer, selections) -> None:
-    model = converted()
-    trainer = make_trainer(model, SparseBitCallback(), per_device_eval_batch_size=1)
-    for evaluate in (trainer.evaluate, lambda: trainer.predict(trainer.eval_dataset).metrics):
-        selections.clear()
-        metrics = evaluate()
-        assert len(selections) == 2 * len(sparse_layers(model))
-        assert not any(layer.is_selected for layer in sparse_layers(model).values())
-        plain = make_trainer(model, per_device_eval_batch_size=1).evaluate()["eval_loss"]
-        assert plain in (metrics.get("eval_loss"), metrics.get("test_loss"))
-
-
 def test_a_step_that_raises_leaves_nothing_stale(make_trainer) -> None:
     class Trap(TrainerCallback):
         armed = True
@@ -241,14 +187,6 @@ def test_a_loaded_model_can_be_fine_tuned_and_saved_by_trainer(
 
 def sparse_weights(model: nn.Module) -> list[str]:
     return [f"{name}.weight" for name in sparse_layers(model)]
-
-
-def test_bfloat16_autocast(make_trainer) -> None:
-    model = converted()
-    trainer = make_trainer(model, SparseBitCallback(), bf16=True)
-    trainer.train()
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert len(training_logs(trainer)) == 4
 
 
 def test_a_model_that_was_not_converted_is_refused(make_trainer) -> None:

@@ -7,8 +7,6 @@ import transformers
 
 from factories import tiny_model
 from sparse_bitnet.training.causal_blocks import NAME
-from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import compile_decoder_
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -70,12 +68,3 @@ def test_logits_and_gradients_are_those_of_eager_attention(family, length):
     assert len(found[NAME]) == len(found["eager"]) > 10
     for own, wanted in zip(found[NAME], found["eager"], strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("own", ["sdpa", "eager"])
-def test_models_that_have_an_attention_of_their_own_keep_it(monkeypatch, own):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: None)
-    model = tiny_model(vocab_size=64)
-    model.set_attn_implementation(own)
-    compile_decoder_(model, TrainConfig(), torch.device("cpu"), 1)
-    assert model.config._attn_implementation == (NAME if own == "sdpa" else "eager")

@@ -35,9 +35,9 @@ from sparse_bitnet.generation.open_model import end_tokens
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loss import SummedLoss, check_packs
+from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.metrics import describe, read_rows
-from sparse_bitnet.training.train_run import Interrupted, train
+from sparse_bitnet.training.trainer import Interrupted, train
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -321,7 +321,9 @@ def test_lora_trains_adapters_and_merges_them(
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
 
 
-def test_refusals(chat_run: Any, small_run: Any, chats: Path, monkeypatch: Any) -> None:
+def test_refusals(
+    chat_run: Any, small_run: Any, chats: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     with pytest.raises(UserError, match="lora=4 does nothing without init"):
         small_run(lora=4)
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -329,8 +331,10 @@ def test_refusals(chat_run: Any, small_run: Any, chats: Path, monkeypatch: Any) 
         train(chat_run(lora=4))
     with pytest.raises(UserError, match="name it with --init"):
         command.main(["--chat", str(chats / "chats.jsonl")])
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=304, hidden_size=8, n_layer=1, n_head=1))
+    bloom.save_pretrained(tmp_path / "bloom")
     with pytest.raises(UserError, match="BloomForCausalLM takes no positions"):
-        check_packs(BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)))
+        train(chat_run(init=str(tmp_path / "bloom")))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="is of one process"):
         command.main(["--chat", str(chats / "chats.jsonl"), "--init", str(chats / "model")])

@@ -9,21 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from factories import tiny_model
-from sparse_bitnet.checkpoint.consolidate import read_tensors
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
-from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
 from sparse_bitnet.training import run_checkpoint
-from sparse_bitnet.training.run_checkpoint import RunState
 from sparse_bitnet.training.run_folder import Interrupted
-from sparse_bitnet.training.train_run import train
+from sparse_bitnet.training.trainer import train
 
 
 def interrupted(config, step):
@@ -38,16 +32,11 @@ def interrupted(config, step):
     return list_checkpoints(Path(config.out))[-1].path
 
 
-def test_the_last_ones_are_kept(small_run):
-    config = small_run(steps=7, checkpoint_every=2, keep_checkpoints=2)
+@pytest.mark.parametrize(("keep", "kept"), [(2, [6, 7]), (0, [2, 4, 6, 7])])
+def test_the_last_ones_are_kept_or_all(small_run, keep, kept):
+    config = small_run(steps=7, checkpoint_every=2, keep_checkpoints=keep)
     train(config)
-    assert [found.step for found in list_checkpoints(Path(config.out))] == [6, 7]
-
-
-def test_all_are_kept_on_request(small_run):
-    config = small_run(steps=5, checkpoint_every=2, keep_checkpoints=0)
-    train(config)
-    assert [found.step for found in list_checkpoints(Path(config.out))] == [2, 4, 5]
+    assert [each.step for each in list_checkpoints(Path(config.out))] == kept
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped", "missing", "state"])
@@ -119,46 +108,6 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(small_run):
     (leftover / "model.safetensors").write_text("half")
     train(config)
     assert not leftover.exists()
-
-
-def read_everything(found) -> dict[str, torch.Tensor]:
-    stored = dcp.FileSystemReader(found.path / "sharded").read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-    }
-    read_tensors(found, tensors)
-    return tensors
-
-
-def test_a_weight_that_two_blocks_share_has_a_mask_in_each():
-    model = convert_(tiny_model(), SparseBitConfig())
-    first, second = (block.mlp.up_proj for block in model.model.layers)
-    second.weight = first.weight
-    state = RunState(
-        parameters=dict(model.named_parameters()),
-        layers=sparse_layers(model),
-        optimizer=torch.optim.AdamW(model.parameters()),
-    )
-    with selected(model):
-        assert torch.equal(first.mask_words, second.mask_words)
-    kept = {f"mask/{name}" for name in state.layers}
-    assert kept <= state.tensors().keys()
-    state.allocate_(1)
-    assert kept <= state.tensors().keys()
-    assert not first.mask_words.any()
-
-
-def test_a_mask_is_stored_as_the_words_of_its_layer(small_run):
-    config = small_run(steps=2)
-    train(config)
-    stored = read_everything(list_checkpoints(Path(config.out))[-1])
-    weight = stored["model/model.layers.0.mlp.up_proj.weight"]
-    words = stored["mask/model.layers.0.mlp.up_proj"]
-    assert words.dtype == torch.uint8
-    assert words.shape == (weight.shape[0], weight.shape[1] // 8)
-    kept = (words.unsqueeze(-1) >> torch.arange(8)) & 1
-    assert set(kept.sum(-1).flatten().tolist()) == {6}
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -2,7 +2,6 @@
 """TrainConfig: validation, JSON, and what may differ between the parts of one run."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 
@@ -16,14 +15,6 @@ from sparse_bitnet.training.recipes import RECIPES
 def test_json_round_trip():
     config = TrainConfig(steps=7, format="full-2:4", sparse_fraction=0.25)
     assert TrainConfig.from_json(config.to_json(), "here") == config
-
-
-def test_configs_of_older_runs_are_read():
-    values = json.loads(TrainConfig(compile="on").to_json())
-    values["compile"] = True
-    for added in ("forward", "masters", "initial_weights", "final_weight_decay_fraction"):
-        del values[added]
-    assert TrainConfig.from_json(json.dumps(values), "here") == TrainConfig(compile="on")
 
 
 def test_unknown_and_missing_keys_are_named():

@@ -13,7 +13,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate
-from sparse_bitnet.training.train_run import train
+from sparse_bitnet.training.trainer import train
 
 
 def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_config):

@@ -5,13 +5,9 @@ import platform
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from sparse_bitnet.bench import gpu
-from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.widened_products import WidenProducts, WideProducts
 
 
 @pytest.mark.parametrize(
@@ -27,55 +23,6 @@ def test_bfloat16_is_the_type_where_its_products_are_faster(vendor, flags, fast,
     monkeypatch.setattr(device, "cpu_info", lambda: {"vendor_id": vendor, "flags": flags})
     wanted = torch.bfloat16 if fast else torch.float32
     assert device.resolve_dtype("auto", torch.device("cpu")) == wanted
-    assert ("post_grad_custom_post_pass" in device.compile_options("cpu")) != fast
-    eager = device.wide_products("cpu", torch.bfloat16)
-    assert isinstance(eager, WideProducts) != fast
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_widened_products_are_those_of_float32_rounded_once(compiled):
-    def products(a, b, c):
-        x = torch.mm(a, b)
-        return torch.addmm(c, x, b), torch.bmm(a[None], x[None])
-
-    torch.manual_seed(0)
-    a, b, c = (torch.randn(*shape).bfloat16() for shape in ((17, 17), (17, 17), (17,)))
-    if compiled:
-        traced = make_fx(products)(a, b, c)
-        WidenProducts()(traced.graph)
-        traced.recompile()
-        results = traced(a, b, c)
-    else:
-        with WideProducts():
-            results = products(a, b, c)
-    x = (a.float() @ b.float()).bfloat16()
-    wanted = (
-        (c.float() + x.float() @ b.float()).bfloat16(),
-        (a.float() @ x.float()).bfloat16()[None],
-    )
-    for result, value in zip(results, wanted, strict=True):
-        assert result.dtype == torch.bfloat16
-        torch.testing.assert_close(result, value)
-
-
-def test_a_gpu_computes_with_deterministic_kernels(monkeypatch):
-    torch.use_deterministic_algorithms(False)
-    device.make_deterministic(torch.device("cuda"))
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_training_is_measured_with_the_kernels_of_a_run(monkeypatch):
-    chosen = []
-
-    def stop(where: torch.device) -> None:
-        chosen.append(where.type)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu, "make_deterministic", stop)
-    with pytest.raises(KeyboardInterrupt):
-        next(gpu.measure(GpuBenchOptions(rehearse=True), "train", "6:8", []))
-    assert chosen == ["cpu"]
 
 
 def test_long_runs_on_a_cpu_are_compiled(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
-from sparse_bitnet.training.train_run import train
+from sparse_bitnet.training.trainer import train
 
 
 def losses(config, name: str, tmp_path, **changes) -> list[float]:

@@ -10,7 +10,8 @@ from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import loss as loss_module
-from sparse_bitnet.training.loss import SummedLoss, chunked_cross_entropy, mean_token_loss
+from sparse_bitnet.training.loss import SummedLoss, chunked_cross_entropy
+from sparse_bitnet.training.validation import mean_token_loss
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
@@ -42,26 +43,6 @@ def test_autocast_stays_close():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = chunked_cross_entropy(hidden, weight, labels)
     assert rounded.item() == pytest.approx(exact.item(), rel=2**-8)
-
-
-def test_only_one_chunk_of_logits_exists_at_a_time():
-    tokens, vocab, chunk = 512, 4096, 32
-    hidden = torch.randn(tokens, 8, requires_grad=True)
-    weight = torch.randn(vocab, 8, requires_grad=True)
-    labels = torch.randint(0, vocab, (tokens,))
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest = max(largest, out.numel())
-            return out
-
-    with Watch():
-        chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk).backward()
-    assert largest == chunk * vocab
 
 
 def test_model_loss_equals_transformers():
@@ -96,35 +77,37 @@ def test_logits_that_a_family_scales_or_caps(family, changes, monkeypatch):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_without_gradients_the_loss_is_the_same_and_takes_one_product(compiled, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled_chunk", lambda _: loss_module._loss_and_gradients)
-    hidden, labels = torch.randn(20, 8), torch.randint(0, 50, (20,))
-    weight = torch.randn(50, 8, requires_grad=True)
-    expected = chunked_cross_entropy(hidden, weight, labels, compiled=compiled)
-    products = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            products.extend([func] * (func is torch.ops.aten.mm.default))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Watch():
-        assert chunked_cross_entropy(hidden, weight, labels, compiled=compiled) == expected
-    assert len(products) == 1
-
-
 def test_mean_token_loss_weights_by_token_and_restores_the_mode():
     model = build_model("qwen2.5-1m", SparseBitConfig.parse("ternary-6:8"), vocab_size=256).train()
     tokens = torch.randint(0, 256, (3, 17))
     labels = tokens[:, 1:].clone()
     labels[1, 4:] = -100
-    whole, count = mean_token_loss(model, [(tokens[:, :-1], labels)])
+    whole, count = mean_token_loss(SummedLoss(model), [(tokens[:, :-1], labels)])
     parts, _ = mean_token_loss(
-        model, [(tokens[i : i + 1, :-1], labels[i : i + 1]) for i in range(3)]
+        SummedLoss(model), [(tokens[i : i + 1, :-1], labels[i : i + 1]) for i in range(3)]
     )
     assert count == 16 + 4 + 16
     assert whole == pytest.approx(parts, rel=1e-6)
     assert model.training
     with pytest.raises(UserError, match="no token"):
-        mean_token_loss(model, [])
+        mean_token_loss(SummedLoss(model), [])
+
+
+def test_only_one_chunk_of_logits_exists_at_a_time():
+    tokens, vocab, chunk = 512, 4096, 32
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight = torch.randn(vocab, 8, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk).backward()
+    assert largest == chunk * vocab

@@ -5,11 +5,8 @@ import dataclasses
 import filecmp
 import json
 import os
-import random
 import signal
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +17,11 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import loss as loss_module
 from sparse_bitnet.training import trainer as trainer_module
-from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted, run_lock
-from sparse_bitnet.training.train_run import train
-from sparse_bitnet.training.trainer import Trainer
-from sparse_bitnet.training.validation import validation_loss
+from sparse_bitnet.training.trainer import Trainer, train
+from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 
 def rows(run: Path | str) -> list[dict]:
@@ -65,18 +60,6 @@ def test_a_run_logs_every_step_and_learns(small_run):
     assert train(config) == result, "a finished run returns its result"
 
 
-def test_overall_flip_rate_is_the_weighted_mean_of_the_layers(small_run):
-    config = small_run(steps=3, checkpoint_every=0)
-    train(config)
-    row = rows(config.out)[2]
-    model = from_pretrained(Path(config.out) / "final")
-    sizes = {
-        name: dict(model.named_modules())[name].weight.numel() for name in row["flip_rate_by_layer"]
-    }
-    total = sum(row["flip_rate_by_layer"][name] * size for name, size in sizes.items())
-    assert row["flip_rate"] == pytest.approx(total / sum(sizes.values()))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -91,66 +74,31 @@ def test_final_folder_is_the_trained_model(small_run, changes):
     result = train(config)
     model = from_pretrained(Path(config.out) / "final")
     loss, tokens = validation_loss(
-        SummedLoss(model, None), config, device=torch.device("cpu"), dtype=torch.float32
+        SummedLoss(model),
+        config,
+        held_out_windows(config),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
     )
     assert (loss, tokens) == (result.validation_loss, result.validation_tokens)
     assert result.zero_fraction > 0.25, "pruned"
     assert model.config.eos_token_id is not None
 
 
-@pytest.mark.parametrize("format", ["full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8"])
-def test_the_four_cells_start_alike_and_see_the_same_batches(small_run, format, monkeypatch):
-    batches = []
-    original = trainer_module.TokenLoader.batch
-    monkeypatch.setattr(
-        trainer_module.TokenLoader,
-        "batch",
-        lambda self, step: batches.append(original(self, step)) or batches[-1],
-    )
-    config = small_run(format=format, steps=1, checkpoint_every=0)
-    trainer = trainer_module.Trainer(config, Path(config.out).parent, None)
-    start = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    reference = trainer_module.Trainer(small_run(format="full-8:8"), Path(config.out).parent, None)
-    for name, value in reference.model.named_parameters():
-        assert torch.equal(start[name], value), name
-    trainer._forward_backward(1)
-    reference._forward_backward(1)
-    assert torch.equal(batches[0][0], batches[1][0])
+def test_the_four_cells_start_alike_and_see_the_same_batches(small_run, tmp_path, monkeypatch):
+    seen = []
 
+    def forward_backward(self: Trainer, step: int) -> torch.Tensor:
+        weights = [value.detach().clone() for value in self.model.parameters()]
+        seen.append([*weights, *self.loader.batch(step - 1)])
+        raise KeyboardInterrupt
 
-def test_micro_batches_give_the_gradient_of_the_whole_batch(small_run, tmp_path):
-    norms = []
-    for micro in (1, 2, 4):
-        config = small_run(micro_batch_size=micro, steps=1, out=str(tmp_path / str(micro)))
-        train(config)
-        norms.append(rows(config.out)[0]["gradient_norm"])
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
-
-
-def test_the_host_waits_for_the_device_once_a_step(small_run, monkeypatch):
-    config = small_run(steps=2, micro_batch_size=1, checkpoint_every=0)
-    trainer = trainer_module.Trainer(config, Path(config.out))
-    monkeypatch.setattr(trainer, "_write", lambda row: None)
-    trainer.timing = SimpleNamespace(write=lambda row: None)
-    read: list[str] = []
-
-    def watch(name: str) -> None:
-        original = getattr(torch.Tensor, name)
-
-        def reading(self: torch.Tensor, *arguments: object) -> object:
-            # transformers reads a value of its own in each forward, and the CPU's kernels read scales.
-            if "/training/" in sys._getframe(1).f_code.co_filename:
-                read.append(name)
-            return original(self, *arguments)
-
-        monkeypatch.setattr(torch.Tensor, name, reading)
-
-    for name in ("item", "tolist", "__float__", "__bool__", "__int__"):
-        watch(name)
-    trainer._step(1)
-    read.clear()
-    trainer._step(2)
-    assert read == ["tolist"]
+    monkeypatch.setattr(Trainer, "_forward_backward", forward_backward)
+    for format in ("full-8:8", "full-6:8", "ternary-8:8", "ternary-6:8"):
+        with pytest.raises(KeyboardInterrupt):
+            train(small_run(format=format, out=str(tmp_path / format)))
+    for other in seen[1:]:
+        assert all(torch.equal(*pair) for pair in zip(seen[0], other, strict=True))
 
 
 def test_dense_to_sparse_switches_the_mask_on(small_run):
@@ -177,46 +125,22 @@ def test_options_train(small_run, options):
     assert train(config).steps == 6
 
 
-def test_the_published_recipe_is_a_matter_of_options(small_run):
-    config = small_run(
-        masters="bf16", initial_weights="uniform", final_weight_decay_fraction=0.0, steps=3
+def test_the_published_recipe_is_a_matter_of_options(small_run, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        trainer_module, "Trainer", lambda *all: made.append(Trainer(*all)) or made[0]
     )
-    trainer = Trainer(config, Path(config.out))
-    trainer.run.mkdir()
+    changes = {"initial_weights": "uniform", "final_weight_decay_fraction": 0.0}
+    config = small_run(masters="bf16", learning_rate=1e-9, steps=3, **changes)
+    assert train(config).steps == 3
+    (trainer,) = made
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
     layer = next(iter(trainer.layers.values()))
-    assert {p.dtype for p in trainer.parameters.values()} == {torch.bfloat16}
     bound = layer.in_features**-0.5
     assert 0.95 * bound < layer.weight.abs().max() <= 1.01 * bound
     near_zero = (layer.weight.abs() < layer.weight.abs().mean() / 2).float().mean()
     assert near_zero == pytest.approx(0.25, abs=0.03)
-    assert trainer.run_to_end({}).steps == 3
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_compiled_blocks_use_plain_attention_and_validate_uncompiled(
-    small_run, monkeypatch, at_once
-):
-    compiled, stances = [], []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, options: compiled.append(self))
-    if not at_once:
-        monkeypatch.setattr("sparse_bitnet.training.device.MOST_BLOCKS_AT_ONCE", 1)
-    set_stance = torch.compiler.set_stance
-    monkeypatch.setattr(torch.compiler, "set_stance", lambda s: stances.append(s) or set_stance(s))
-    trainer = Trainer(small_run(compile="on", steps=1), Path(small_run().out))
-    trainer.run.mkdir()
-    decoder = trainer.model.get_decoder()
-    assert compiled == ([decoder] if at_once else list(decoder.layers))
-    assert trainer.model.config._attn_implementation == "causal_blocks"
-    trainer.run_to_end({})
-    assert stances == ["force_eager"]
-
-
-def test_activation_checkpointing_changes_nothing(small_run, tmp_path):
-    for flag in (False, True):
-        train(small_run(activation_checkpointing=flag, out=str(tmp_path / str(flag))))
-    a, b = tmp_path / "False", tmp_path / "True"
-    assert filecmp.cmp(a / "metrics.jsonl", b / "metrics.jsonl", shallow=False)
 
 
 def test_the_same_seed_gives_the_same_bytes(small_run, tmp_path):
@@ -272,23 +196,6 @@ def test_a_lost_last_row_is_one_line(small_run):
         train(config)
 
 
-@pytest.mark.slow
-def test_kill_9_at_random_moments_gives_the_same_bytes(small_run, tmp_path, worlds):
-    whole = small_run(steps=30, out=str(tmp_path / "whole"))
-    train(whole)
-    killed = small_run(steps=30, out=str(tmp_path / "killed"))
-    chance = random.Random(0)
-    step = kills = 0
-    for _ in range(4):
-        step += chance.randint(2, 7)
-        ((code, output),) = worlds.run(killed, size=1, faults={f"0:{step}": "kill soon"})
-        assert code in (0, -signal.SIGKILL), output
-        kills += code == -signal.SIGKILL
-    assert kills >= 3
-    train(killed)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-
-
 def test_a_run_of_another_config_is_refused(small_run):
     config = small_run(steps=2)
     train(config)
@@ -341,16 +248,6 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_ru
     assert [row["step"] for row in rows(config.out)] == [1, 2]
 
 
-def test_too_long_sequences_are_refused(small_run):
-    with pytest.raises(UserError, match="positions for 128"):
-        train(small_run(sequence_length=256))
-
-
-def test_a_vocabulary_too_small_for_the_data_is_refused(small_run):
-    with pytest.raises(UserError, match="vocabulary"):
-        train(small_run(vocab_size=100))
-
-
 def test_tensorboard_events_are_written(small_run):
     pytest.importorskip("tensorboard")
     config = small_run(steps=3, tensorboard=True)
@@ -358,18 +255,17 @@ def test_tensorboard_events_are_written(small_run):
     assert list((Path(config.out) / "tensorboard").glob("events*"))
 
 
-def test_training_starts_from_existing_weights(small_run, tmp_path):
-    first = small_run(format="full-8:8", out=str(tmp_path / "dense"))
-    train(first)
-    config = small_run(
-        init=str(tmp_path / "dense" / "final"), out=str(tmp_path / "sparse"), steps=1
-    )
-    train(config)
-    assert json.loads((tmp_path / "sparse" / "result.json").read_text())["format"] == "ternary-6:8"
+def test_micro_batches_give_the_gradient_of_the_whole_batch(small_run, tmp_path):
+    norms = []
+    for micro in (1, 2, 4):
+        config = small_run(micro_batch_size=micro, steps=1, out=str(tmp_path / str(micro)))
+        train(config)
+        norms.append(rows(config.out)[0]["gradient_norm"])
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
-def test_config_of_a_run_is_saved_whole(small_run):
-    config = small_run(steps=1)
-    train(config)
-    stored = TrainConfig.from_json((Path(config.out) / "config.json").read_text(), "here")
-    assert stored == config
+def test_activation_checkpointing_changes_nothing(small_run, tmp_path):
+    for flag in (False, True):
+        train(small_run(activation_checkpointing=flag, out=str(tmp_path / str(flag))))
+    a, b = tmp_path / "False", tmp_path / "True"
+    assert filecmp.cmp(a / "metrics.jsonl", b / "metrics.jsonl", shallow=False)

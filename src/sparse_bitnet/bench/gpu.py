@@ -38,7 +38,7 @@ from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, make_deterministic
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.optimizer import build_optimizer
+from sparse_bitnet.training.model import build_optimizer
 
 PAGE, ROWS = "index.html", "rows.jsonl"
 RECORDED_TOKENS = 8192

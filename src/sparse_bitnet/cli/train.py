@@ -165,11 +165,10 @@ def run(chosen: Options) -> None:
         prepare_chat(chosen.chat, config)
     from rich.console import Console
 
-    from sparse_bitnet.training.distributed import EXIT_CODE, ErrorElsewhere, Launch, ProcessLost
+    from sparse_bitnet.training.distributed import EXIT_CODE, ErrorElsewhere, ProcessLost
     from sparse_bitnet.training.metrics import describe
-    from sparse_bitnet.training.train_run import Interrupted, train
+    from sparse_bitnet.training.trainer import Interrupted, train
 
-    launch = Launch(shard=chosen.shard, timeout_seconds=chosen.timeout_seconds)
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         with Progress(Console(quiet=not is_first), plain_lines=PLAIN_LINES) as progress:
@@ -177,7 +176,8 @@ def run(chosen: Options) -> None:
             result = train(
                 config,
                 on_step=lambda row: line(row["step"], config.steps, text=describe(row)),
-                launch=launch,
+                shard=chosen.shard,
+                timeout_seconds=chosen.timeout_seconds,
             )
     except Interrupted as stop:
         if is_first:
@@ -206,7 +206,7 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
 
 
 def print_result(result: "RunResult", config: TrainConfig) -> None:
-    """Perplexity, sparsity, where the files are; of several processes also what they sent."""
+    """Print perplexity, sparsity, and where the files are."""
     flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
     print(
         f"{result.format}: validation perplexity {result.validation_perplexity:.3f} over "
@@ -214,12 +214,3 @@ def print_result(result: "RunResult", config: TrainConfig) -> None:
         f"({result.tokens:,} tokens); zero fraction {result.zero_fraction:.3f}, "
         f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
     )
-    from sparse_bitnet.training.metrics import TIMING_FILE, read_rows
-
-    rows = read_rows(Path(config.out) / TIMING_FILE)
-    if rows and rows[-1].get("gathered_bytes"):
-        received, dense = rows[-1]["gathered_bytes"], rows[-1]["gathered_bytes_as_bf16"]
-        print(
-            f"linear layers: each process received {received / 1e6:,.3f} MB a step, "
-            f"1/{dense / received:.2f} of bfloat16 weights"
-        )

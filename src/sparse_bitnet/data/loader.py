@@ -46,11 +46,15 @@ class Windows:
         """`length`: tokens that the model sees at once; the data has one more, at least."""
         self.dataset, self.length = dataset, length
         self._starts = self._learnt = None
+        self.learnt_ids = np.empty(0, np.uint32)
+        """Token ids of which some prediction counts, in conversations."""
         if dataset.is_chat:
             tokens = dataset.stored(slice(None))
             starts = np.flatnonzero(tokens & BEGINS)
             self._starts = np.array(_packed([*starts.tolist(), len(tokens)], length))
-            counts = np.concatenate([[0], np.cumsum(tokens & LEARNT != 0)])
+            learnt = tokens & LEARNT != 0
+            self.learnt_ids = np.unique(tokens[learnt] & IDS)
+            counts = np.concatenate([[0], np.cumsum(learnt)])
             # The first token of a window is not predicted; where text goes on, it was before.
             self._learnt = counts[self._ends()] - counts[self._starts + 1]
 

@@ -35,7 +35,8 @@ from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loss import mean_of, mean_token_loss
+from sparse_bitnet.training.loss import SummedLoss, mean_of
+from sparse_bitnet.training.validation import mean_token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,7 +168,7 @@ def perplexity(
         mean, scored = _engine_loss(model, tokens, cut, chat, batch_size, on_batch)
     else:
         batches = _batches(tokens, cut, chat, batch_size, on_batch)
-        mean, scored = mean_token_loss(model, batches, device=device, dtype=dtype)
+        mean, scored = mean_token_loss(SummedLoss(model), batches, device=device, dtype=dtype)
     assert chat is not None or scored == len(tokens) - 1
     return Perplexity(
         mean_nll=mean,

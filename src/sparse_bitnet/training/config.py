@@ -3,32 +3,16 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+import numbers
+import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.training.config_checks import check_config
-
-ADDED_LATER = {
-    "forward": "fake",
-    "gradient_reduction": "float32",
-    "final_weight_decay_fraction": 1.0,
-    "masters": "float32",
-    "initial_weights": "normal",
-    "teacher": None,
-    "logit_cache": None,
-    "top_logits": 64,
-    "temperature": 2.0,
-    "ce_weight": 1.0,
-    "logits_weight": 1.0,
-    "relations_weight": 0.0,
-    "relations_layer": -1,
-    "sub_norms": False,
-    "lora": 0,
-}
-"""Fields that configs of older runs lack, with the value that says what those runs did."""
+from sparse_bitnet.host import MOST_THREADS
 
 
 @dataclass(kw_only=True)
@@ -48,8 +32,8 @@ class TrainConfig:
     """Run, model folder or hub id of a causal LM to learn from (`sparse-bitnet distill` sets it)."""
 
     logit_cache: str | None = None
-    """With a teacher: a folder for its highest logits, written first where it is not complete; the
-    training then goes on without the teacher in memory."""
+    """With a teacher: a folder for its highest logits, completed first where it is not; then
+    the student trains without the teacher in memory."""
 
     top_logits: int = 64
     """Logits a token in the cache."""
@@ -67,7 +51,7 @@ class TrainConfig:
     """With a teacher: weight of the relations among queries, keys and values."""
 
     relations_layer: int = -1
-    """Whose relations; -1 is the last layer."""
+    """Layer whose attention relations are distilled; -1 means the last."""
 
     sub_norms: bool = False
     """With --init: put a norm before each output and down projection, as BitNet's own models have them
@@ -87,10 +71,10 @@ class TrainConfig:
     """Run folder. A folder that holds a run of this config is continued."""
 
     seed: int = 0
-    """Of the initial weights."""
+    """Random seed for the initial weights."""
 
     data_seed: int = 0
-    """Of the order of the training sequences."""
+    """Random seed for the data order."""
 
     steps: int = 1000
     """Optimiser steps."""
@@ -150,8 +134,8 @@ class TrainConfig:
     """Type of the trained weights and of the optimiser's moments; bf16 weights have bf16 products."""
 
     initial_weights: Literal["normal", "uniform"] = "normal"
-    """Of a new model's matrices: normal with standard deviation 0.02, or uniform in ±1/sqrt(in_features),
-    which is PyTorch's own."""
+    """Distribution of a new model's matrices: normal with standard deviation 0.02, or uniform in
+    ±1/sqrt(in_features), which is PyTorch's own."""
 
     forward: Literal["fake", "int8"] = "fake"
     """Forward products of ternary layers: floats that hold the quantised values, or int8 tensor-core
@@ -198,7 +182,7 @@ class TrainConfig:
     """Also log to Weights & Biases (needs the `wandb` extra)."""
 
     def __post_init__(self) -> None:
-        check_config(self, ADDED_LATER)
+        _check(self)
 
     @property
     def tokens_per_step(self) -> int:
@@ -225,7 +209,6 @@ class TrainConfig:
             raise UserError(f"{where}: not a JSON object")
         if "model_type" in values:
             raise UserError(f"{where} is that of a model, not of a run; choose another --out")
-        values = as_written_now(values)
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):
             raise UserError(
@@ -256,14 +239,6 @@ WITHOUT_EFFECT_ON_WEIGHTS = (
 """Fields that may change between the parts of one run: the data is compared by its content instead."""
 
 
-def as_written_now(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config that an older version may have written, in today's form."""
-    values = {**ADDED_LATER, **values}
-    if isinstance(values.get("compile"), bool):
-        values["compile"] = "on" if values["compile"] else "off"
-    return values
-
-
 def read_config(run: Path) -> TrainConfig:
     """The config of a run folder. Raises `UserError` when the folder holds no run, or a damaged one."""
     path = run / "config.json"
@@ -271,3 +246,73 @@ def read_config(run: Path) -> TrainConfig:
         raise UserError(f"{run} is not a run folder: it has no config.json")
     with os_errors_as(f"cannot read {path}"):
         return TrainConfig.from_json(path.read_bytes(), str(path))
+
+
+_ABOVE_0 = (
+    *("steps", "batch_size", "sequence_length", "learning_rate", "epsilon", "temperature"),
+    *("top_logits", "threads", "vocab_size", "loss_chunk_tokens"),
+)
+_NOT_BELOW_0 = (
+    *("validation_every", "validation_tokens", "layer_metrics_every", "checkpoint_every"),
+    *("keep_checkpoints", "lora", "weight_decay", "final_weight_decay_fraction", "gradient_clip"),
+    *("final_learning_rate_fraction", "ce_weight", "logits_weight", "relations_weight"),
+)
+_FROM_0_TO_1 = ("sparse_fraction", "warmup_fraction", "decay_fraction")
+_BELOW_1 = ("beta1", "beta2")
+_OF_63_BITS = ("steps", "seed", "vocab_size")
+
+_NEEDS = (
+    *(("sub_norms", "init"), ("lora", "init")),
+    *((name, "teacher") for name in ("logit_cache", "temperature", "ce_weight", "logits_weight")),
+    *(("relations_weight", "teacher"), ("relations_layer", "relations_weight")),
+    *(("top_logits", "logit_cache"), ("logit_cache", "logits_weight")),
+    ("temperature", "logits_weight"),
+)
+"""(field, another): a value other than the first one's default has no effect without the second."""
+
+
+def _check(config: TrainConfig) -> None:
+    """Raise `UserError` that names the field and says what it may be."""
+    values: dict[str, Any] = vars(config)
+    number = {int: numbers.Integral, float: numbers.Real}
+
+    def require(names: Iterable[str], holds: Callable[[Any], bool], reason: str) -> None:
+        for name in names:
+            if (value := values[name]) is not None and not holds(value):
+                raise UserError(f"{name}={value}: {reason}")
+
+    for field in dataclasses.fields(config):
+        kinds = typing.get_args(field.type) or (field.type,)
+        if typing.get_origin(field.type) is Literal:
+            if values[field.name] not in kinds:
+                raise UserError(f"{field.name}={values[field.name]}: choose one of {kinds}")
+            continue
+        words = " or ".join(each.__name__ for each in kinds).replace("NoneType", "null")
+        types = tuple(number.get(each, each) for each in kinds)
+        if not isinstance(values[field.name], types):
+            raise UserError(f"{field.name}={values[field.name]!r}: must be of type {words}")
+        if isinstance(values[field.name], float) and not math.isfinite(values[field.name]):
+            raise UserError(f"{field.name}={values[field.name]}: must be a finite number")
+    require(_ABOVE_0, lambda value: value > 0, "must be above 0")
+    require(_OF_63_BITS, lambda value: abs(value) < 2**63, "is too large")
+    require(["threads"], lambda value: value <= MOST_THREADS, f"at most {MOST_THREADS:,}")
+    require(_FROM_0_TO_1, lambda value: 0 <= value <= 1, "must lie in 0..1")
+    require(_BELOW_1, lambda value: 0 <= value < 1, "must lie in 0..1, below 1")
+    require(_NOT_BELOW_0, lambda value: value >= 0, "cannot be negative")
+    for name, other in _NEEDS:
+        if values[name] != getattr(TrainConfig, name) and not values[other]:
+            raise UserError(
+                f"{name}={values[name]} does nothing without {other}: give "
+                f"--{other.replace('_', '-')}, or leave it out"
+            )
+    if not (config.ce_weight or config.logits_weight or config.relations_weight):
+        raise UserError("ce_weight, logits_weight and relations_weight are 0: nothing is learnt")
+    if config.logit_cache is not None and config.relations_weight:
+        raise UserError("relations_weight needs the teacher itself: leave out the logit_cache")
+    if config.schedule == "wsd" and config.warmup_fraction + config.decay_fraction > 1:
+        raise UserError(
+            "warmup_fraction and decay_fraction are above 1 together: leave steps between"
+        )
+    batch, micro = config.batch_size, config.micro_batch_size
+    if micro is not None and (micro < 1 or batch % micro):
+        raise UserError(f"micro_batch_size={micro} does not divide batch_size={batch}")

@@ -34,25 +34,6 @@ _LONE_WORK = timedelta(days=1)
 """Longest work of one process while the others wait: exports, reading data, writing checkpoints."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How a run is spread over processes. Changes nothing that is computed, so no part of its config."""
-
-    shard: int | None = None
-    """Processes over which a model is split; the rest replicate it. Default: all of them."""
-
-    timeout_seconds: float = 600.0
-    """A process that waits this long for the others in a step gives up."""
-
-    def __post_init__(self) -> None:
-        if self.shard is not None and self.shard < 1:
-            raise UserError(f"shard={self.shard}: must be above 0")
-        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
-            raise UserError(
-                f"timeout_seconds={self.timeout_seconds}: must be above 0, and a year at most"
-            )
-
-
 class ErrorElsewhere(UserError):
     """Another process failed with this message, which it prints itself."""
 
@@ -79,13 +60,6 @@ class World:
         """Whether this process writes what a run has one of."""
         return self.rank == 0
 
-    @property
-    def model_mesh(self) -> "DeviceMesh":
-        """The mesh over which a model lies: without replicas that of its shards alone, since sums over
-        groups of one process would be collectives too."""
-        assert self.mesh is not None
-        return self.mesh if self.mesh.size(0) > 1 else self.mesh["shard"]
-
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all processes, in place."""
         if self.mesh is not None:
@@ -98,10 +72,10 @@ class World:
             dist.all_reduce(value, group=self.mesh.get_group("shard"))
         return value
 
-    def each(self, function: Callable[[], T]) -> list[T]:
+    def each(self, function: Callable[[], T], group: "dist.ProcessGroup | None" = None) -> list[T]:
         """What `function` returns in each process, in the order of ranks.
 
-        A `UserError` of any of them is raised in all.
+        A `UserError` of any of them is raised in all: in the first that failed as it is.
         """
         result, raised = None, None
         try:
@@ -110,13 +84,26 @@ class World:
             raised = error
         outcomes: list[Any] = [(result, raised and str(raised))] * self.size
         if self.control_group is not None:
-            dist.all_gather_object(outcomes, outcomes[0], group=self.control_group)
-        if raised is not None:
-            raise raised
-        for _, message in outcomes:
+            dist.all_gather_object(outcomes, outcomes[0], group=group or self.control_group)
+        for rank, (_, message) in enumerate(outcomes):
             if message is not None:
-                raise ErrorElsewhere(message)
+                raise raised if raised and rank == self.rank else ErrorElsewhere(message)
         return [result for result, _ in outcomes]
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A `UserError` inside, of any process, is raised in all where the block ends."""
+        raised: list[UserError] = []
+        try:
+            yield
+        except UserError as error:
+            raised.append(error)
+
+        def again() -> None:
+            for error in raised:
+                raise error
+
+        self.each(again)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` in the first process alone; all get its result, or its `UserError`."""
@@ -128,16 +115,27 @@ class World:
 
 
 @contextlib.contextmanager
-def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
+def open_world(
+    device: torch.device, shard: int | None = None, timeout_seconds: float = 600.0
+) -> Iterator[World]:
     """The processes that the environment describes; the group ends with the block.
 
-    Raises `UserError` when `launch.shard` does not divide their number, or not all of them come.
+    Args:
+        device: where they compute.
+        shard: processes over which a model is split, the rest replicate it; default all.
+        timeout_seconds: a process that waits this long for the others in a step gives up.
+
+    Raises `UserError` when `shard` does not divide their number, or not all of them come.
     """
+    if shard is not None and shard < 1:
+        raise UserError(f"shard={shard}: must be above 0")
+    if not 0 < timeout_seconds <= _LONGEST_TIMEOUT:
+        raise UserError(f"timeout_seconds={timeout_seconds}: must be above 0, and a year at most")
     given = os.environ.get("WORLD_SIZE") or "1"
-    if not (given.isdecimal() and int(given)):
+    size = int(given) if given.isdecimal() else 0
+    if not size:
         raise UserError(f"WORLD_SIZE={given}: the number of processes, which torchrun sets")
-    size = int(given)
-    shard = launch.shard or size
+    shard = shard or size
     if size % shard:
         those = f"{size} processes" if size > 1 else "one process"
         raise UserError(f"shard={shard} does not divide the {those} of this run")
@@ -153,11 +151,11 @@ def open_world(launch: Launch, device: torch.device) -> Iterator[World]:
         torch.cuda.set_device(int(local))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=launch.timeout_seconds))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise UserError(
             f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}: no rendezvous of the {size} "
-            f"processes within {launch.timeout_seconds:.0f} s ({reason_of(error)}); check MASTER_ADDR "
+            f"processes within {timeout_seconds:.0f} s ({reason_of(error)}); check MASTER_ADDR "
             "and that all were started"
         ) from error
     rank = dist.get_rank()

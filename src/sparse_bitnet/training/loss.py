@@ -6,20 +6,17 @@ Here a chunk of tokens at a time goes through the head; its gradient with respec
 head is formed at once, and the logits are dropped before the next chunk.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import evaluation_mode, selected
-from sparse_bitnet.training.device import autocast, compile_options, wide_products
-from sparse_bitnet.training.output_scale import capped, logit_cap, output_scale
+from sparse_bitnet.training.device import compile_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -177,14 +174,6 @@ def hidden_states(
     return hidden if scale == 1 else hidden * scale
 
 
-def check_packs(model: "PreTrainedModel") -> None:
-    """Raise `UserError` for a model whose attention does not stop where positions begin anew."""
-    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
-        raise UserError(
-            f"{type(model).__name__} takes no positions, so conversations cannot share a window"
-        )
-
-
 class SummedLoss(torch.nn.Module):
     """A transformers causal LM whose forward is its loss: what a step calls, and what is split."""
 
@@ -222,43 +211,35 @@ class SummedLoss(torch.nn.Module):
         return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
 
-def mean_token_loss(
-    model: "PreTrainedModel",
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[float, int]:
-    """Exact token-weighted mean loss in nats, and how many tokens were scored.
-
-    Runs the trained forward (mask and codes selected once) in evaluation mode under autocast to
-    `dtype`; `batches` yields (input_ids, labels) as `SummedLoss` takes them. The model's mode is
-    restored.
-    """
-    loss = SummedLoss(model)
-    with evaluation_mode(model), selected(model), wide_products(device, dtype):
-        return mean_of(*token_loss_sum(loss, batches, device=device, dtype=dtype).tolist())
-
-
-@torch.no_grad()
-def token_loss_sum(
-    loss: SummedLoss,
-    batches: Iterable[Sequence[Tensor]],
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Sum of the token losses, and their number: float64 [2] on `device`."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with autocast(device, dtype):
-        for batch in batches:
-            input_ids, labels, *positions = (each.to(device) for each in batch)
-            sums += torch.stack([loss(input_ids, labels, *positions), (labels >= 0).sum()])
-    return sums
-
-
 def mean_of(total: float, scored: float) -> tuple[float, int]:
     """The mean of a sum, and its number again. Raises `UserError` when nothing was scored."""
     if scored == 0:
         raise UserError("no token to score: the evaluation data is empty")
     return total / scored, int(scored)
+
+
+# Some families do something to the products of their head: a scale (Granite, Cohere), a cap (Gemma).
+
+
+def output_scale(model: "PreTrainedModel") -> float:
+    """What the model's own forward multiplies the head's products by: 1 in most families."""
+    config: Any = model.config.get_text_config()
+    scale = float(getattr(config, "logits_scaling", None) or 1)  # Granite, MiniCPM divide by it
+    if not config.model_type.startswith("hyperclovax"):
+        scale = 1 / scale
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+        value = getattr(config, name, None)
+        scale *= 1 if value is None else value
+    return scale
+
+
+def logit_cap(model: "PreTrainedModel") -> float | None:
+    """The value that the model's own forward keeps its logits below; None in most families."""
+    config: Any = model.config.get_text_config()
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((cap for name in names if (cap := getattr(config, name, None))), None)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """`logits`, in between -cap and cap by tanh."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -12,7 +12,7 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +29,20 @@ TIMING_FILE = "timing.jsonl"
 def selection_counts(
     layers: dict[str, SparseBitLinear], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> Tensor:
-    """Of the layers as they are selected: how many effective weights are zeros, in how many positions
-    the mask differs from the step before; int64 [2, layers], on their device.
+    """How many effective weights of each selected layer are zeros, and in how many positions its mask
+    differs from the step before; int64 [2, layers], on their device.
 
     Effective weights are codes, or masked full-precision weights. `total` adds up counts over the
     processes that hold the layers' rows. `selection_metrics` makes figures of them, whenever the host
     may wait.
     """
     none = torch.zeros((), dtype=torch.int64, device=next(iter(layers.values())).weight.device)
-    zeros = [none if (found := _zeros(layer)) is None else found for layer in layers.values()]
-    flips = [none if layer.mask_flips is None else layer.mask_flips for layer in layers.values()]
+    zeros, flips = [], []
+    for layer in layers.values():
+        chosen = layer.state.current
+        values = chosen and (chosen.mask if chosen.codes is None else chosen.codes)
+        zeros.append(none if values is None else values.numel() - torch.count_nonzero(values))
+        flips.append(none if layer.mask_flips is None else layer.mask_flips)
     return total(torch.stack([*zeros, *flips])).view(2, -1)
 
 
@@ -68,25 +72,7 @@ def selection_metrics(
     return row
 
 
-def _zeros(layer: SparseBitLinear) -> Tensor | None:
-    selection = layer.state.current
-    if selection is None:
-        return None
-    values = selection.mask if selection.codes is None else selection.codes
-    return None if values is None else values.numel() - torch.count_nonzero(values)
-
-
-class RowSink(Protocol):
-    """Where rows go: a file, TensorBoard, Weights & Biases."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Take a row of one step."""
-
-    def close(self) -> None:
-        """Write what is still held."""
-
-
-class JsonLines(RowSink):
+class JsonLines:
     """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening.
 
     `at_end`: of `after_step` the row of its training alone, as what follows the last one is done again;
@@ -112,7 +98,8 @@ class JsonLines(RowSink):
             self._file.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a row that `write` has complained about
+        """Raises nothing: `write` has named the row that could not be written."""
+        with contextlib.suppress(OSError):
             self._file.close()
 
 
@@ -120,17 +107,17 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Each whole line, and its row."""
     with os_errors_as(f"cannot read {path}"):
         content = path.read_bytes() if path.exists() else b""
-    found = []
+    rows = []
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
             try:
                 row = json.loads(line)
                 if not isinstance(row["step"], int):
                     raise TypeError("no step")
-                found.append((line.decode(), row))
+                rows.append((line.decode(), row))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise UserError(f"{path}:{number} is damaged: take the line out") from error
-    return found
+    return rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -141,72 +128,58 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _rows(path)]
 
 
-def check_sinks(config: TrainConfig) -> None:
-    """Raise `UserError` where a sink is asked for whose package is not installed."""
+def check_dashboards(config: TrainConfig) -> None:
+    """Raise `UserError` for a dashboard whose package is not installed."""
     for package in ("tensorboard", "wandb"):
         if getattr(config, package) and importlib.util.find_spec(package) is None:
             raise UserError(f"--{package}: the package is not installed: {install(package)}")
 
 
-def open_sinks(config: TrainConfig, run: Path, after_step: int) -> list[RowSink]:
-    """All that the rows of a run go to from this step on."""
-    sinks: list[RowSink] = [
-        JsonLines(run / METRICS_FILE, after_step, at_end=after_step == config.steps)
-    ]
-    if config.tensorboard:
-        sinks.append(TensorBoard(run / "tensorboard", after_step))
-    if config.wandb:
-        sinks.append(WeightsAndBiases(config))
-    return sinks
+class Dashboards:
+    """Scalars of every row as TensorBoard events and to Weights & Biases, where the config says so.
 
+    W&B has one run for each run folder, wherever that is moved.
+    """
 
-class TensorBoard(RowSink):
-    """Scalars of every row as TensorBoard events."""
+    def __init__(self, config: TrainConfig, run: Path, after_step: int) -> None:
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, after_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+            first = after_step + bool(after_step)
+            self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=first)
+        if config.wandb:
+            import wandb
 
-        self._writer = SummaryWriter(str(folder), purge_step=after_step + bool(after_step))
-
-    def write(self, row: dict[str, Any]) -> None:
-        for key, value in _scalars(row):
-            self._writer.add_scalar(key, value, row["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases(RowSink):
-    """Scalars of every row to W&B, one run there for each run folder, wherever that is moved."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        import wandb
-
-        kept = Path(config.out) / "wandb_id"
-        if not kept.is_file():
-            write_atomic(kept, uuid.uuid4().hex)
-        self._run = wandb.init(
-            name=Path(config.out).resolve().name,
-            id=kept.read_text(),
-            resume="allow",
-            config=dataclasses.asdict(config),
-        )
+            kept = run / "wandb_id"
+            if not kept.is_file():
+                write_atomic(kept, uuid.uuid4().hex)
+            self._wandb = wandb.init(
+                name=run.resolve().name,
+                id=kept.read_text(),
+                resume="allow",
+                config=dataclasses.asdict(config),
+            )
 
     def write(self, row: dict[str, Any]) -> None:
-        self._run.log(dict(_scalars(row)), step=row["step"])
+        """Log the numbers of a row under its step."""
+        by_layer = row.get("flip_rate_by_layer", {})
+        named = row | {f"flip_rate/{name}": value for name, value in by_layer.items()}
+        numbers = {
+            k: float(v) for k, v in named.items() if k != "step" and isinstance(v, int | float)
+        }
+        for name, value in numbers.items() if self._tensorboard else ():
+            self._tensorboard.add_scalar(name, value, row["step"])
+        if self._wandb:
+            self._wandb.log(numbers, step=row["step"])
 
     def close(self) -> None:
-        self._run.finish()
-
-
-def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
-    scalars = [
-        (key, float(value))
-        for key, value in row.items()
-        if key != "step" and isinstance(value, int | float)
-    ]
-    by_layer = row.get("flip_rate_by_layer", {})
-    return scalars + [(f"flip_rate/{name}", value) for name, value in by_layer.items()]
+        """Send what is still held."""
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose a run folder is: one config, one process at a time, stopped only between steps."""
 
-import dataclasses
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, locked_folder, write_atomic
-from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import say
 from sparse_bitnet.training.config import TrainConfig, read_config
-from sparse_bitnet.training.config_checks import check_kind
-from sparse_bitnet.training.schedule import learning_rate, phase
+from sparse_bitnet.training.schedule import learning_rate
 
 RESULT = "result.json"
 
@@ -40,14 +37,8 @@ class RunResult:
     validation_tokens: int
     flip_rate: float | None
     zero_fraction: float
-    data: dict[str, Any] | None = None
-    """`TokenDataset.identity` of each split; None of runs that did not record it."""
-
-    def __post_init__(self) -> None:
-        """Raise `UserError` for a value of another type."""
-        for field in dataclasses.fields(self):
-            if field.name != "data":
-                check_kind(field.name, getattr(self, field.name), field.type)
+    data: dict[str, Any]
+    """`TokenDataset.identity` of each split."""
 
     def write(self, run: Path) -> None:
         """Beside the checkpoints: from then on the run is finished."""
@@ -58,10 +49,23 @@ class Interrupted(Exception):
     """The run was stopped by a signal after saving a checkpoint; the same command continues it."""
 
 
-def run_lock(run: Path) -> AbstractContextManager[None]:
-    """Hold the folder for this process alone. Raises `UserError` when another process holds it, and when
-    it cannot be written."""
-    return locked_folder(run, f"{run} is in use by another running process")
+@contextmanager
+def run_lock(run: Path) -> Iterator[None]:
+    """Hold the folder for this process alone; where it was not there, and nothing was written into it,
+    it is removed again.
+
+    Raises `UserError` when another process holds it, and when it cannot be written.
+    """
+    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    with locked_folder(run, f"{run} is in use by another running process"):
+        try:
+            yield
+        finally:
+            if made and os.listdir(run) == [".lock"]:
+                with suppress(OSError):  # a system where what is open cannot be removed
+                    (run / ".lock").unlink()
+                    for folder in made:
+                        folder.rmdir()
 
 
 def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
@@ -83,7 +87,7 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
     stored = read_config(run)
     result = _result(run)
     finished = result is not None and result.steps == stored.steps
-    if result is not None and result.data not in (None, data):
+    if result is not None and result.data != data:
         raise UserError(f"{run} holds a run on other data; use its data or choose another --out")
     changed = stored.difference(config)
     if changed and not (finished and _prolongs(stored, config)):
@@ -107,7 +111,7 @@ def _result(run: Path) -> RunResult | None:
     stored = read_json(path)
     try:
         return RunResult(**stored)
-    except (TypeError, UserError) as error:
+    except TypeError as error:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
@@ -115,8 +119,8 @@ def _prolongs(stored: TrainConfig, config: TrainConfig) -> bool:
     return set(stored.difference(config)) == {"steps"} and config.steps > stored.steps
 
 
-def claim(run: Path, config: TrainConfig) -> None:
-    """Write the config into a folder that is held and checked, once its checkpoint is found to fit.
+def begin(run: Path, config: TrainConfig) -> None:
+    """Write the config into a folder that is held and checked, once its checkpoint fits.
 
     A finished run of fewer steps is prolonged: its model and result are kept as `final-STEPS` and
     `result-STEPS.json`.
@@ -124,31 +128,17 @@ def claim(run: Path, config: TrainConfig) -> None:
     before = _result(run)
     before = before if before is not None and before.steps < config.steps else None
     if before is not None:
-        say(_prolonged(dataclasses.replace(config, steps=before.steps), config))
+        rate = learning_rate(config, before.steps + 1)
+        say(
+            f"{config.out}: prolonged from {before.steps} to {config.steps} steps; all schedules are "
+            f"those of {config.steps}, so the learning rate goes on with {rate:.2e}"
+        )
     write_atomic(run / "config.json", config.to_json())
     if before is not None:
         with os_errors_as(f"cannot write {run}"):
             if (run / "final").is_dir():
                 os.replace(run / "final", run / f"final-{before.steps}")
             os.replace(run / RESULT, run / f"result-{before.steps}.json")
-
-
-def _prolonged(stored: TrainConfig, config: TrainConfig) -> str:
-    """What becomes of the schedules when a finished run gets more steps."""
-    first, format = stored.steps + 1, SparseBitConfig.parse(config.format)
-    ended = learning_rate(stored, stored.steps)
-    text = (
-        f"{config.out}: prolonged from {stored.steps} to {config.steps} steps; the {config.schedule} "
-        f"schedule is that of {config.steps}: the learning rate ended at {ended:.2e} and goes on with "
-        f"{learning_rate(config, first):.2e}"
-    )
-    kept, blend = phase(config, format, first)
-    if config.first_sparse_step > first:
-        text += f"; steps {first} to {config.first_sparse_step - 1} are dense again"
-    elif (kept, blend) != phase(stored, format, stored.steps):
-        text += f"; step {first} keeps {kept} of {format.pattern.m} weights"
-        text += f", {blend:.0%} quantised" if blend < 1 else ""
-    return text
 
 
 @contextmanager

@@ -8,16 +8,20 @@ and a full-precision one its masked weights in the compute type, as does one who
 several scales a matrix or whose schedule blends. Groups of the N:M pattern lie along rows and rows
 stay whole, so mask and codes are computed where the master rows are; only the ternary scale needs all
 shards. `selected_shards` computes it for all layers with one sum per step.
+
+The gathered parameter has no values: autograd needs its shape and type alone, since the straight-through
+products read the codes and return the gradient of the effective weight.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from sparse_bitnet.nn.convert import selected_layers, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitLinear
@@ -27,7 +31,6 @@ from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.select_ternary import abs_sum, mean_to_scale
 from sparse_bitnet.packing.two_bits import pack_codes, unpack_codes
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.training.row_shard import RowShard, UnevenRowShard, local_rows
 from sparse_bitnet.variants.registry import Matrix
 
 Reduce = Callable[[Tensor], Tensor]
@@ -38,14 +41,14 @@ class ShardedSparseBitLinear(SparseBitLinear):
     """A `SparseBitLinear` that selects on this process's rows and computes with everybody's.
 
     `mask`, its flips and the codes are those of the own rows. Forwards are possible only inside
-    `selected_shards`. Made from a whole layer by `shard_linears_`.
+    `selected_shards`. Made from a whole layer by `prepare_linears_`.
     """
 
     compute_dtype: torch.dtype
     shared_scale: Tensor | None
     packed: Tensor | None
     gathered: Tensor | None
-    gathered_bytes: int
+    """[out_features, width], of all processes, once it is there."""
     reduce: Reduce
 
     @property
@@ -86,18 +89,14 @@ class ShardedSparseBitLinear(SparseBitLinear):
             matrix.reduce_max = maximum
         return matrix
 
-    @property
-    def sends_values(self) -> bool:
-        """Whether effective weights travel, and not codes, all through a run."""
-        scale = self.selection.weight_scale
-        blends = self.config.variant("schedule").entry.blends
-        return scale is None or scale.dim() > 0 or blends
-
     @torch.no_grad()
     def select_(self) -> None:
         super().select_()
-        codes = self.selection.codes
-        self.packed = None if codes is None or self.sends_values else pack_codes(codes)
+        codes, scale = self.selection.codes, self.selection.weight_scale
+        # Without one scale, or in a run that blends at times, effective weights travel throughout.
+        blends = self.config.variant("schedule").entry.blends
+        sends_codes = codes is not None and scale is not None and scale.dim() == 0 and not blends
+        self.packed = pack_codes(cast(Tensor, codes)) if sends_codes else None
 
     def release_(self) -> None:
         super().release_()
@@ -146,8 +145,8 @@ class ShardedSparseBitLinear(SparseBitLinear):
         The mask is the same for all processes and micro-batches, so it can be applied to their sum.
         """
         kept = self._gradient_mask(self.selection, self.rows)
-        if kept is not None and self.weight.grad is not None:
-            cast(DTensor, self.weight.grad).to_local().mul_(kept)
+        if kept is not None and (gradient := self._own_gradient()) is not None:
+            gradient.mul_(kept)
 
     def bytes_to_send(self) -> Tensor:
         """What `fully_shard` gathers of this layer: [rows, width], uint8 codes or effective weights."""
@@ -156,12 +155,118 @@ class ShardedSparseBitLinear(SparseBitLinear):
         return self.selection.effective(self.rows).to(self.compute_dtype)
 
 
-def prepare_linears_(module: nn.Module, shards: int, compute_dtype: torch.dtype) -> None:
+class RowShard(Tensor):
+    """Rows of a layer's master weight, which tell `fully_shard` what to gather instead of them."""
+
+    rows: Tensor
+    layer: ShardedSparseBitLinear
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, layer: ShardedSparseBitLinear) -> "RowShard":
+        return Tensor._make_wrapper_subclass(
+            cls,
+            rows.size(),
+            strides=rows.stride(),
+            storage_offset=rows.storage_offset(),
+            dtype=rows.dtype,
+            device=rows.device,
+        )
+
+    def __init__(self, rows: Tensor, layer: ShardedSparseBitLinear) -> None:
+        self.rows, self.layer = rows, layer
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        layer: list[ShardedSparseBitLinear] = []
+
+        def unwrap(shard: RowShard) -> Tensor:
+            layer.append(shard.layer)
+            return shard.rows
+
+        plain_args, plain_kwargs = tree_map_only(RowShard, unwrap, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        # By these `fully_shard` and autograd cut and hold shards; all else gives plain tensors.
+        if func in _KEEPING:
+            return tree_map_only(Tensor, lambda part: cls(part, layer[0]), result)
+        return result
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.rows})"
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        """What `fully_shard` is to gather, and nothing beside it.
+
+        With its longer signature `fully_shard` insists on a tensor of the padded weight's own shape where
+        rows do not divide evenly; this one leaves the shape to us.
+        """
+        layer, shards = self.layer, mesh.size()
+        part = layer.bytes_to_send()
+        # All shards are sent as long as the longest; the surplus is cut off after the gather.
+        part = F.pad(part, (0, 0, 0, -(-layer.out_features // shards) - part.shape[0]))
+        return (part.contiguous(),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Hands what was gathered to the layer; returns the parameter that stands for it."""
+        layer = self.layer
+        (gathered,) = all_gather_outputs
+        layer.gathered = gathered[: layer.out_features]
+        if out is not None:
+            return None
+        size = torch.Size((layer.out_features, layer.in_features))
+        return GatheredWeight(size, param_dtype, gathered.device), ()
+
+
+_KEEPING = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.copy_.default,
+}
+
+
+class GatheredWeight(Tensor):
+    """Shape and type of a whole weight, for `fully_shard`, which strides it as the parameter: that is one
+    number, repeated, to which autograd attaches gradients and which a compiler can trace."""
+
+    @staticmethod
+    def __new__(
+        cls, size: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> "GatheredWeight":
+        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.as_strided.default:
+            raise NotImplementedError(f"{func}: a gathered weight has no values to compute with")
+        return torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[1])
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """This process's rows of a parameter or optimiser state, a plain tensor that shares its memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.rows if isinstance(local, RowShard) else local.detach()
+
+
+def prepare_linears_(module: nn.Module, compute_dtype: torch.dtype) -> None:
     """Turn every `SparseBitLinear` of `module` into one that `fully_shard` can split; it must follow.
 
     Args:
         module: its weights are still whole, on the device where they stay.
-        shards: processes over which they will be split.
         compute_dtype: in which full-precision weights are sent and multiplied, unless theirs is shorter.
     """
     for layer in sparse_layers(module).values():
@@ -169,11 +274,9 @@ def prepare_linears_(module: nn.Module, shards: int, compute_dtype: torch.dtype)
         sharded = cast(ShardedSparseBitLinear, layer)
         sharded.compute_dtype = min(compute_dtype, layer.weight.dtype, key=lambda t: t.itemsize)
         sharded.shared_scale = sharded.packed = sharded.gathered = None
-        sharded.gathered_bytes = 0
         weight = sharded.weight
-        shard_class = UnevenRowShard if layer.out_features % shards else RowShard
         sharded.weight = nn.Parameter(
-            shard_class(weight.detach(), sharded), requires_grad=weight.requires_grad
+            RowShard(weight.detach(), sharded), requires_grad=weight.requires_grad
         )
 
 
@@ -207,17 +310,3 @@ def selected_shards(
     finally:
         for layer in scaled:
             layer.shared_scale = None
-
-
-def gathered_bytes(layers: Iterable[ShardedSparseBitLinear]) -> tuple[int, int]:
-    """What this process received of these layers since the last call, and what it would have
-    been in bfloat16. Starts the count anew."""
-    received = dense = 0
-    for layer in layers:
-        width = (
-            layer.gathered.shape[1] * layer.gathered.itemsize if layer.gathered is not None else 1
-        )
-        dense += layer.gathered_bytes // width * 2 * layer.in_features
-        received += layer.gathered_bytes
-        layer.gathered_bytes = 0
-    return received, dense

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.distributed import World
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.row_shard import local_rows
-from sparse_bitnet.training.sharded_linear import prepare_linears_
+from sparse_bitnet.training.sharded_linear import local_rows, prepare_linears_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,14 +61,16 @@ def place_(
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # Without replicas the mesh of the shards alone: sums over groups of one process are collectives too.
+    mesh = world.mesh if world.mesh.size(0) > 1 else world.mesh["shard"]
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     model: Any = loss.model
     for block in blocks_of(model):
         block.to_empty(device=device)
-        prepare_linears_(block, world.mesh.size(-1), compute_dtype)
+        prepare_linears_(block, compute_dtype)
         fully_shard(
             block,
-            mesh=world.model_mesh,
+            mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=not _is_ternary(block),
         )
@@ -76,7 +78,7 @@ def place_(
         if any(one.is_meta for one in [*module.parameters(False), *module.buffers(False)]):
             module.to_empty(device=device, recurse=False)
     model.tie_weights()
-    fully_shard(loss, mesh=world.model_mesh, mp_policy=policy)
+    fully_shard(loss, mesh=mesh, mp_policy=policy)
     _fill_(model, world, device, whole)
 
 
@@ -85,8 +87,6 @@ def _fill_(
     model: torch.nn.Module, world: World, device: torch.device, whole: torch.nn.Module | None
 ) -> None:
     """The values of a whole model in the first process to the parts of it in all, one at a time."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     given = (
         {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     )
@@ -142,27 +142,24 @@ def whole_model(
     """
     if world.mesh is None:
         return model
-    built: list[PreTrainedModel] = []
-    world.on_main(lambda: built.append(build()))
-    plain = dict(built[0].named_parameters()) if built else {}
+    with world.agreed():
+        built = build() if world.is_main else None
+    plain = {} if built is None else dict(built.named_parameters())
     for name, parameter in model.named_parameters():
         whole = split_like(local_rows(parameter), parameter).full_tensor()
-        if built:
-            with torch.no_grad():
-                plain[name].copy_(whole)
-    if built:
-        for name, layer in sparse_layers(built[0]).items():
-            norm = sparse_layers(model)[name].input_norm
-            if layer.input_norm is not None and norm is not None:
-                layer.input_norm.copy_(norm)
-    return built[0] if built else None
+        if built is not None:
+            plain[name].detach().copy_(whole)
+    layers = sparse_layers(model)
+    for name, layer in ({} if built is None else sparse_layers(built)).items():
+        norm = layers[name].input_norm
+        if layer.input_norm is not None and norm is not None:
+            layer.input_norm.copy_(norm)
+    return built
 
 
 def split_like(rows: torch.Tensor, parameter: torch.Tensor) -> Any:
     """Some rows of a tensor as the part of the whole that a parameter's rows are of it; `rows`
     themselves where the parameter is whole. Memory is shared."""
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(parameter, DTensor):
         return rows
     shape = torch.Size((parameter.shape[0], *rows.shape[1:]))

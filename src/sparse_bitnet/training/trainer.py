@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run in memory: plain PyTorch, one optimiser step after another, resumable at any of them."""
+"""A run, from its config to its result: plain PyTorch, one optimiser step after another, resumable at any
+of them.
+
+`train` gathers the processes, opens the data and takes the folder; `Trainer` builds the model, continues
+from the newest checkpoint and goes through the steps. Read from top to bottom.
+"""
 
 import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, list_checkpoints
-from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
+from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.progress import say
 from sparse_bitnet.training import metrics
-from sparse_bitnet.training.adapters import add_adapters_, merged
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
     autocast,
@@ -31,18 +39,19 @@ from sparse_bitnet.training.device import (
     compiles,
     peak_memory_bytes,
     prepare_device,
+    resolve_device,
 )
-from sparse_bitnet.training.distillation import distillation, fill
-from sparse_bitnet.training.distributed import World
-from sparse_bitnet.training.initial_model import initial_model, learns_to_end
-from sparse_bitnet.training.logit_cache import LogitCache
+from sparse_bitnet.training.distillation import DistillationLoss
+from sparse_bitnet.training.distributed import World, open_world
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.optimizer import build_optimizer
-from sparse_bitnet.training.run_checkpoint import CheckpointWriter, RunState, model_files, restore
+from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
+from sparse_bitnet.training.run_checkpoint import RunCheckpoints, model_files
 from sparse_bitnet.training.run_folder import (
     Interrupted,
     RunResult,
-    claim,
+    begin,
+    check_run,
+    run_lock,
     stop_signals,
 )
 from sparse_bitnet.training.schedule import (
@@ -51,7 +60,7 @@ from sparse_bitnet.training.schedule import (
     phase,
     weight_decay_factor,
 )
-from sparse_bitnet.training.sharded_linear import gathered_bytes, selected_shards, sharded
+from sparse_bitnet.training.sharded_linear import selected_shards, sharded
 from sparse_bitnet.training.sharding import (
     check_splits,
     gather_once_,
@@ -59,131 +68,188 @@ from sparse_bitnet.training.sharding import (
     reshard_,
     whole_model,
 )
-from sparse_bitnet.training.teacher_loss import check_finite
-from sparse_bitnet.training.validation import validation_loss
+from sparse_bitnet.training.teacher import LogitCache, find_teacher
+from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+__all__ = ["Interrupted", "OnStep", "RunResult", "Trainer", "train"]
 
 OnStep = Callable[[dict[str, Any]], None]
 _OF_RESULT = {"loss", "tokens", "sparse", "flip_rate", "zero_fraction"}
 """What a result takes from the row of the last step."""
 
 
-class Trainer:
-    """One run in memory: data, model, optimiser, sinks.
+def train(
+    config: TrainConfig,
+    *,
+    on_step: OnStep | None = None,
+    shard: int | None = None,
+    timeout_seconds: float = 600.0,
+) -> RunResult:
+    """Train, or continue, the run in `config.out` to its last step; a finished run returns at once.
 
-    Each process of the run has one; losses, norms and decisions are the same in all of them. Making one
-    writes nothing, so that a config which cannot be trained leaves no trace.
+    Under torchrun all processes call it with the same config; they share one run. A finished run is
+    prolonged by a config of more steps: its schedules are then those of all steps together.
+
+    Args:
+        config: the run. A folder that holds a run must hold one of the same config.
+        on_step: called after every step with its metrics and timing in one dict, in the first process.
+        shard, timeout_seconds: how several processes share the work, see `open_world`.
+
+    Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a process of the run
+    that is gone; `Interrupted` after SIGINT or SIGTERM, when a checkpoint of the last whole step is on
+    the disk. Input that is refused leaves no trace in the folder.
+    """
+    format_of(config)
+    with ExitStack() as held:
+        device = resolve_device(config.device)
+        world = held.enter_context(open_world(device, shard, timeout_seconds))
+        with world.agreed():
+            text = TokenDataset.open(config.data, "train", verify=world.is_main)
+            held_out = held_out_windows(config, verify=world.is_main)
+        finished = world.on_main(lambda: _take_folder(config, text, held_out, held))
+        if finished is not None:
+            return finished
+        return Trainer(config, text, held_out, world, on_step).run_to_end()
+
+
+def _take_folder(
+    config: TrainConfig, text: TokenDataset, held_out: Windows, held: ExitStack
+) -> RunResult | None:
+    """Hold the run folder for this process, until `held` ends; the result if the run is finished."""
+    run, data = Path(config.out), _identity(text, held_out)
+    if (finished := check_run(run, config, data)) is not None:
+        return finished
+    metrics.check_dashboards(config)
+    for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
+        stored = find_checkpoint(name)
+        if not text.check_tokenizer(stored.folder, name):
+            say(f"{name} has no tokenizer: that of {config.data} is taken for its own")
+        if name == config.init and stored.kind == "trained":
+            before = SparseBitConfig.from_dict(stored.entry["format"])
+            if before != format_of(config):
+                say(f"{name} is {before}: the run converts it to {config.format} (--format)")
+    held.enter_context(run_lock(run))
+    # Another process may have trained here before this one held the folder.
+    if (finished := check_run(run, config, data)) is None:
+        clean_run(run)
+    return finished
+
+
+def _identity(text: TokenDataset, held_out: Windows) -> dict[str, Any]:
+    return {each.split: each.identity() for each in (text, held_out.dataset)}
+
+
+class Trainer:
+    """One run in memory, from its newest checkpoint on: data, model, optimiser, sinks.
+
+    Each process of the run has one; losses, norms and decisions are the same in all of them.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        run: Path,
+        text: TokenDataset,
+        held_out: Windows,
+        world: World,
         on_step: OnStep | None = None,
-        world: World | None = None,
     ) -> None:
-        self.config, self.run, self.on_step = config, run, on_step
-        self.world = world = world or World()
+        """Build all of it, and continue from the newest checkpoint; the folder is this process's.
+
+        Raises `UserError` for a config that cannot be trained, before anything is written.
+        """
+        self.config, self.run, self.world, self.on_step = config, Path(config.out), world, on_step
+        self.held_out, self.data = held_out, _identity(text, held_out)
         self.format = format_of(config)
+        self.stop, self.stops = Event(), 0.0
         self.device, self.dtype = prepare_device(config)
-        world.each(self._read_and_build)
-        self.model_files = model_files(self.model)
-        self.loss = SummedLoss(self.model, config.loss_chunk_tokens, self.compiles)
-        self.cache: LogitCache | None = None
-        if config.teacher is not None:
-            world.each(self._add_teacher)
+        with world.agreed():
+            self.loader = TokenLoader(
+                text,
+                sequence_length=config.sequence_length,
+                batch_size=config.batch_size,
+                seed=config.data_seed,
+                rank=world.rank,
+                world_size=world.size,
+            )
+            self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
+            self.build = partial(initial_model, config, self.format, text, self.tokenizer)
+            # Of a model that will be split only the first process makes the values.
+            whole = self.build() if world.is_main else None
+            self.model = self.build(meta=True) if world.mesh else cast(Any, whole)
+            if world.mesh:
+                if config.lora:
+                    raise UserError("lora trains in one process: leave out torchrun")
+                check_splits(self.model)
+            self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
+            self._check_learnt()
+            self.model.train()
+            if config.activation_checkpointing:
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            compiled = compiles(config, self.device, self.model.num_parameters())
+            if compiled := compiled and not config.relations_weight:
+                compile_decoder_(self.model, config, self.device, world.size)
+            files = model_files(self.model)
+            self.cache: LogitCache | None = None
+            if config.teacher is None:
+                self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
+            else:
+                teacher = find_teacher(config, self.model, self.loader, self.dtype, self.device)
+                self.loss = DistillationLoss(self.model, config, teacher)
+                self.cache = teacher if isinstance(teacher, LogitCache) else None
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
-        place_(self.loss, world, self.device, self.dtype, reduction, self.__dict__.pop("whole"))
+        place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
         self.shards = sharded(self.layers.values())
-        self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, config)
-        self.stop = Event()
-
-    def _read_and_build(self) -> None:
-        config, world = self.config, self.world
-        metrics.check_sinks(config)
-        self.dataset = TokenDataset.open(config.data, "train", verify=world.is_main)
-        self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
-        self.loader = TokenLoader(
-            self.dataset,
-            sequence_length=config.sequence_length,
-            batch_size=config.batch_size,
-            seed=config.data_seed,
-            rank=world.rank,
-            world_size=world.size,
+        self.checkpoints = RunCheckpoints(
+            config, world, self.model, self.optimizer, files=files, data_identity=text.identity()
         )
-        epoch = self.loader.windows // config.batch_size + 2
-        if not any(map(self.loader.learnt, range(min(config.steps, epoch)))):
-            raise UserError(
-                f"no step of this run has anything to learn: {self.loader.cut.unlearnt()}"
-            )
-        if world.is_main and (unlearnt := self.loader.cut.unlearnt()):
+        self.start = self.checkpoints.restore()
+        if (cache := self.cache) is not None:
+            batch = config.micro_batch_size or config.batch_size
+            world.on_main(lambda: cache.fill(self.dtype, self.device, batch))
+        world.on_main(lambda: begin(self.run, config))
+        self.sinks: list[Any] = []
+        self.timing: list[metrics.JsonLines] = []
+        if world.is_main:
+            at_end = self.start == config.steps
+            self.timing.append(metrics.JsonLines(self.run / metrics.TIMING_FILE, self.start))
+            self.sinks = [
+                metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start, at_end=at_end),
+                metrics.Dashboards(config, self.run, self.start),
+            ]
+
+    def _check_learnt(self) -> None:
+        """Say what conversations do not teach. Raises `UserError` when no step learns anything."""
+        cut, dataset = self.loader.cut, self.loader.dataset
+        epoch = self.loader.windows // self.config.batch_size + 2
+        if not any(map(self.loader.learnt, range(min(self.config.steps, epoch)))):
+            raise UserError(f"no step of this run has anything to learn: {cut.unlearnt()}")
+        if not (self.world.is_main and dataset.is_chat):
+            return
+        if unlearnt := cut.unlearnt():
             say(unlearnt)
-        # Of a model that will be split only the first process makes the values.
-        self.build = partial(initial_model, config, self.format, self.dataset, self.tokenizer)
-        self.whole = self.build() if world.is_main else None
-        self.model = self.build(meta=True) if world.mesh else cast(Any, self.whole)
-        if world.mesh:
-            check_splits(self.model)
-        if config.lora:
-            if world.mesh:
-                raise UserError("lora trains in one process: leave out torchrun")
-            self.adapted = add_adapters_(self.model, config.lora)
-        if world.is_main and self.dataset.is_chat and not learns_to_end(self.model, self.dataset):
+        if not np.isin(cut.learnt_ids, self.model.generation_config.eos_token_id).any():
             say(
-                f"{config.data}: no answer ends with an end token, so the model will not stop; have the "
-                f"chat template put {self.tokenizer.eos_token} right after an answer, inside of "
+                f"{dataset.folder}: no answer ends with an end token, so the model will not stop; have "
+                f"the chat template put {self.tokenizer.eos_token} right after an answer, inside of "
                 "{% generation %} where it has that"
             )
-        self.model.train()
-        if config.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.compiles = compiles(config, self.device, self.model.num_parameters())
-        self.compiles = self.compiles and not config.relations_weight
-        if self.compiles:
-            compile_decoder_(self.model, config, self.device, world.size)
 
-    def _add_teacher(self) -> None:
-        if self.whole is not None:
-            check_finite(self.whole, self.config.init or self.config.model)
-        self.loss, self.cache = distillation(
-            self.config, self.model, self.loader, self.dtype, self.device
-        )
-
-    def run_to_end(self, data: dict[str, Any]) -> RunResult:
-        """Continue from the newest intact checkpoint, or begin; the run folder is this process's.
-
-        `data`: what the result says of the text, see `RunResult.data`.
-
-        Raises `Interrupted` and `UserError` as `train` does.
-        """
+    def run_to_end(self) -> RunResult:
+        """Go through the steps that are left. Raises `Interrupted` and `UserError` as `train` does."""
         config, row = self.config, {}
-        identity = self.dataset.identity()
-        state = RunState(parameters=self.parameters, layers=self.layers, optimizer=self.optimizer)
-        start = restore(self.run, state, self.world, identity)
-        if self.cache is not None:
-            self.world.on_main(partial(fill, self.cache, config, self.dtype, self.device))
-        self.world.on_main(lambda: claim(self.run, config))
-        self.writer = CheckpointWriter(
-            self.run, self.world, config, identity, self.model_files, state
-        )
-        self.sinks: list[metrics.RowSink] = []
-        if self.world.is_main:
-            self.timing = metrics.JsonLines(self.run / metrics.TIMING_FILE, start)
-            self.sinks = metrics.open_sinks(config, self.run, start)
         try:
-            if config.teacher is not None and start == 0:
+            if config.teacher is not None and self.start == 0:
                 self._write(untrained := self._validate(0))
                 if self.world.is_main:
-                    say(
-                        f"before the first step: validation perplexity "
-                        f"{untrained['validation_perplexity']:,.3f}"
-                    )
+                    perplexity = untrained["validation_perplexity"]
+                    say(f"before the first step: validation perplexity {perplexity:,.3f}")
             with stop_signals(self.stop.set):
-                for step in range(start + 1, config.steps + 1):
+                for step in range(self.start + 1, config.steps + 1):
                     row = self._step(step)
                     last = step == config.steps
                     if config.validation_every and step % config.validation_every == 0 and not last:
@@ -192,15 +258,15 @@ class Trainer:
                     # Several processes have to agree, and do so in the sums of a step.
                     stopping = self.stop.is_set() if self.world.size == 1 else self.stops > 0
                     if due or last or stopping:
-                        self.writer.save(step)
+                        self.checkpoints.save(step)
                     if stopping and not last:
-                        self.writer.wait()
+                        self.checkpoints.wait()
                         raise Interrupted(f"stopped after step {step} of {config.steps}")
-            self.writer.wait()
-            return self._finish(row or self.world.on_main(self._last_row), data)
+            self.checkpoints.wait()
+            return self._finish(row or self.world.on_main(self._last_row))
         finally:
-            self.writer.close()
-            for sink in (self.timing, *self.sinks) if self.world.is_main else ():
+            self.checkpoints.close()
+            for sink in (*self.timing, *self.sinks):
                 sink.close()
 
     def _step(self, step: int) -> dict[str, Any]:
@@ -216,7 +282,7 @@ class Trainer:
             counts = metrics.selection_counts(self.layers, self.world.sum_shards)
             total = self._forward_backward(step)
         norm = torch.nn.utils.clip_grad_norm_(
-            self.parameters.values(), config.gradient_clip or float("inf")
+            self.checkpoints.parameters.values(), config.gradient_clip or float("inf")
         )
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The one moment of a step at which the host waits for the device.
@@ -246,13 +312,10 @@ class Trainer:
             "tokens_per_second": round(config.tokens_per_step / seconds, 1),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
-        if self.world.size > 1:
-            received, dense = gathered_bytes(self.shards)
-            timing.update(gathered_bytes=received, gathered_bytes_as_bf16=dense)
-        if self.world.is_main:
-            self.timing.write(timing)
-            if self.on_step:
-                self.on_step({**row, **timing})
+        for sink in self.timing:
+            sink.write(timing)
+        if self.world.is_main and self.on_step:
+            self.on_step({**row, **timing})
         return row
 
     def _forward_backward(self, step: int) -> Tensor:
@@ -291,27 +354,31 @@ class Trainer:
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        self.writer.wait()
+        self.checkpoints.wait()
         good = list_checkpoints(self.run)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
             f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "
-            f"{json.dumps(self.loader.identity(step - 1))}; lower the learning rate or look at the data"
+            f"{json.dumps(self.loader.identity(step - 1))}; lower the learning rate, or look at the data "
+            "and at the weights of --init and --teacher"
         )
 
     def _validate(self, step: int) -> dict[str, Any]:
         # Compiled once more, for another batch and without gradients, it would take longer.
         with torch.compiler.set_stance("force_eager"):
             loss, tokens = validation_loss(
-                self.loss, self.config, device=self.device, dtype=self.dtype, world=self.world
+                self.loss,
+                self.config,
+                self.held_out,
+                device=self.device,
+                dtype=self.dtype,
+                world=self.world,
             )
         reshard_(self.loss)
-        gathered_bytes(self.shards)
-        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         return {
             "step": step,
             "validation_loss": loss,
-            "validation_perplexity": perplexity,
+            "validation_perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
             "validation_tokens": tokens,
         }
 
@@ -320,7 +387,7 @@ class Trainer:
             sink.write(row)
 
     def _last_row(self) -> dict[str, Any]:
-        """Of a run killed between its last step and its result."""
+        """Return the last step's row of a run killed between that step and its result."""
         path = self.run / metrics.METRICS_FILE
         for row in reversed(metrics.read_rows(path)):
             if row["step"] == self.config.steps and row.keys() >= _OF_RESULT:
@@ -330,27 +397,23 @@ class Trainer:
             f"{checkpoint_path(self.run, self.config.steps)} to train that step again"
         )
 
-    def _merge(self) -> None:
-        """The adapters into the weights; the validation before it is written, and what it changed."""
-        beside = self._validate(self.config.steps)
-        self.loss.model, share = merged(self.adapted)
-        self._write({"step": self.config.steps, "merged_codes_changed": share})
-        say(
-            f"validation perplexity {beside['validation_perplexity']:,.3f} with the adapters beside the "
-            f"weights; merging them changes {share:.2%} of the codes"
-        )
-
-    def _finish(self, row: dict[str, Any], data: dict[str, Any]) -> RunResult:
+    def _finish(self, row: dict[str, Any]) -> RunResult:
         # What is stored computes in the format, whatever the last step did.
         set_phase_(self.layers.values(), None)
         zero_fraction = row["zero_fraction"]
         if not row["sparse"]:
             with selected_shards(self.layers.values(), self.world.sum_shards):
                 counts = metrics.selection_counts(self.layers, self.world.sum_shards).tolist()
-            found = metrics.selection_metrics(self.layers, counts, by_layer=False)
-            zero_fraction = found["zero_fraction"]
-        if self.config.lora:
-            self._merge()
+            figures = metrics.selection_metrics(self.layers, counts, by_layer=False)
+            zero_fraction = figures["zero_fraction"]
+        if self.adapted is not None:
+            beside = self._validate(self.config.steps)
+            self.loss.model, share = merged(self.adapted)
+            self._write({"step": self.config.steps, "merged_codes_changed": share})
+            say(
+                f"validation perplexity {beside['validation_perplexity']:,.3f} with the adapters beside "
+                f"the weights; merging them changes {share:.2%} of the codes"
+            )
         validation = self._validate(self.config.steps)
         if not math.isfinite(validation["validation_perplexity"]):
             self.world.fail(
@@ -376,7 +439,7 @@ class Trainer:
             validation_tokens=validation["validation_tokens"],
             flip_rate=row["flip_rate"],
             zero_fraction=zero_fraction,
-            data=data,
+            data=self.data,
         )
         if self.world.is_main:
             result.write(self.run)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of a run: how it begins, checked against the data that it will see; LoRA adapters beside its
+weights; and the optimiser that changes them.
+
+Adapters are peft's own, in full precision, beside the linear layers of a model whose weights stay as they
+are. Merged, they become part of the weight that is quantised: what they add is rounded then, and `merged`
+says how much of it.
+"""
+
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
+from sparse_bitnet.data.chat import end_of_turn_tokens
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError, install
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import set_integer_forward_, sparse_layers
+from sparse_bitnet.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def initial_model(
+    config: TrainConfig,
+    format: SparseBitConfig,
+    dataset: TokenDataset,
+    tokenizer: Any,
+    *,
+    meta: bool = False,
+) -> "PreTrainedModel":
+    """A preset with random weights, or `config.init`, converted to `format`.
+
+    Args:
+        config: of the run.
+        format: of its sparse layers.
+        dataset: the training data: its tokens need rows of the embedding, its windows positions.
+        tokenizer: of the data, whose special tokens the model's config names.
+        meta: without values, on the meta device.
+
+    Raises `UserError` for a model that the data does not fit.
+    """
+    preset = PRESETS.get(config.model) if config.init is None else None
+    own = None if preset is None or preset.published else dataset.vocab_size
+    model = build_model(
+        config.model,
+        format,
+        seed=config.seed,
+        vocab_size=config.vocab_size or own,
+        init=config.init,
+        meta=meta,
+        uniform=config.initial_weights == "uniform",
+        sub_norms=config.sub_norms,
+    )
+    if config.masters == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    set_integer_forward_(model, config.forward == "int8")
+    dataset.check_vocab(cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and config.sequence_length > most:
+        raise UserError(
+            f"sequence_length={config.sequence_length}: {config.init or config.model} has positions for "
+            f"{most}"
+        )
+    takes = inspect.signature(model.get_decoder().forward).parameters
+    if dataset.is_chat and "position_ids" not in takes:
+        # Its attention would not stop where positions begin anew.
+        raise UserError(
+            f"{type(model).__name__} takes no positions, so conversations cannot share a window"
+        )
+    ends = _end_tokens(model, dataset, tokenizer)
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(tokenizer, field, None)
+        setattr(model.config, field, value)
+        setattr(model.generation_config, field, value)
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = ends
+    return model
+
+
+def _end_tokens(model: Any, dataset: TokenDataset, tokenizer: Any) -> list[int]:
+    """Return what ends a text: the token after a document, the special tokens that ended the texts of the
+    model so far, and those with which the chat template ends an answer."""
+    own = model.generation_config.eos_token_id
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kept = [end for end in (own if isinstance(own, list) else [own]) if end in special]
+    turns = end_of_turn_tokens(tokenizer) if dataset.is_chat else []
+    return list(dict.fromkeys([tokenizer.eos_token_id, *kept, *turns]))
+
+
+def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
+    """Freeze a model and put an adapter of this rank beside each `SparseBitLinear` (Hu et al., "LoRA",
+    ICLR 2022; alpha is twice the rank).
+
+    Returns peft's wrapper, for `merged`; the model itself has the adapters. Raises `UserError` where peft
+    is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise UserError(
+            f"lora needs peft, which is not installed: {install('fine-tuning')}"
+        ) from None
+    names = list(sparse_layers(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by old names
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+
+
+@torch.no_grad()
+def merged(adapted: Any) -> tuple["PreTrainedModel", float]:
+    """The model with its adapters added to the weights, and the share of the weights whose code (with
+    full precision: whether it is kept) is another than before."""
+
+    def chosen(model: Any) -> list[torch.Tensor | None]:
+        selections = [layer.select() for layer in sparse_layers(model).values()]
+        return [each.mask if each.codes is None else each.codes for each in selections]
+
+    before = chosen(adapted)
+    model = adapted.merge_and_unload()
+    pairs = zip(before, chosen(model), strict=True)
+    changed = [a != b for a, b in pairs if a is not None and b is not None]
+    return model, sum(map(int, map(torch.sum, changed))) / max(1, sum(c.numel() for c in changed))
+
+
+def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW whose weight decay applies to the matrices of the blocks, and to embeddings on request."""
+    embeddings = {
+        id(module.weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module
+    }
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        matrix = parameter.dim() >= 2
+        decays = matrix and (config.decay_embeddings or id(parameter) not in embeddings)
+        (decayed if decays else plain).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True
+    )
