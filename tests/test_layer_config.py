@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.layer import CHOICES, SparseBitConfig
+from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 
 

@@ -3,7 +3,7 @@
 them. Free of torch."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
@@ -126,36 +126,18 @@ class SparseBitConfig:
         return find(kind, getattr(self, kind))
 
     def keeps_dense(self, name: str) -> bool:
-        """Whether one of `dense_layers` matches a module's full name."""
-        return any(layer_matches(name, glob) for glob in self.dense_layers)
+        """Whether one of `dense_layers` matches a module's full name, or its last components."""
+        return any(_matches(name, glob) for glob in self.dense_layers)
 
     def check_dense_layers(self, names: Iterable[str], model: str) -> None:
         """Raise `UserError` for a glob of `dense_layers` that matches none of a model's linear layers."""
         names = list(names)
         for glob in self.dense_layers:
-            if not any(layer_matches(name, glob) for name in names):
+            if not any(_matches(name, glob) for name in names):
                 raise UserError(
                     f"dense_layers {glob}: no linear layer of {model} has such a name"
                     + (f"; one is called {names[0]}" if names else "")
                 )
-
-    def converted(
-        self, linears: Mapping[str, tuple[int, int]], model: str
-    ) -> dict[str, tuple[int, int]]:
-        """Those of a model's linears, (out_features, in_features) by full name, that are not kept dense.
-
-        Raises `UserError` for a glob that matches none, when all stay dense, and for a pattern that does
-        not fit.
-        """
-        self.check_dense_layers(linears, model)
-        found = {name: size for name, size in linears.items() if not self.keeps_dense(name)}
-        if not found:
-            raise UserError(
-                f"dense_layers {'+'.join(self.dense_layers)}: nothing is left to convert"
-            )
-        for name, (_, in_features) in found.items():
-            self.pattern.check_divides(in_features, f"{name} of {model}")
-        return found
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -260,8 +242,7 @@ class DenseLayersOption:
         return dataclasses.replace(parsed, dense_layers=self.dense_globs or parsed.dense_layers)
 
 
-def layer_matches(name: str, glob: str) -> bool:
-    """Whether a glob matches a module's full name, or its last components."""
+def _matches(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 

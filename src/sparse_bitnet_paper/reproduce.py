@@ -241,9 +241,9 @@ def _trained(
         try:
             while True:
                 while len(under_way) < workers and not stopped.is_set():
-                    if (run := next(waiting, None)) is None:
+                    if (new := next(waiting, None)) is None:
                         break
-                    under_way[pool.submit(_in_worker, train_one, run)] = run
+                    under_way[pool.submit(_in_worker, train_one, new)] = new
                 if not under_way:
                     break
                 ended, _ = wait(under_way, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)

@@ -225,7 +225,13 @@ class QuickstartConfig(DenseLayersOption):
             threads=1,
         )
         format = SparseBitConfig(pattern=pattern, dense_layers=self.dense_globs)
-        format.converted(find_preset(self.model).linears, self.model)
+        linears = find_preset(self.model).linears
+        format.check_dense_layers(linears, self.model)
+        sparse = {name: size for name, size in linears.items() if not format.keeps_dense(name)}
+        if not sparse:
+            raise UserError(f"dense_layers {self.dense_layers}: nothing is left to convert")
+        for name, (_, in_features) in sparse.items():
+            pattern.check_divides(in_features, f"{name} of {self.model}")
         return Scale(
             name="quickstart",
             summary="the paper's four models in a few minutes",

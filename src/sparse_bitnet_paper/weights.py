@@ -87,7 +87,7 @@ def count_weights(
         "absolute_sum": values.abs().sum(dtype=torch.float64).item(),
         "near_zero": int((relative.abs() < NEAR_ZERO).sum()),
         "code_zeros": int((codes == 0).sum()),
-        "zeros": int((used == 0).sum()),
+        "zeros": int(used.eq(0).sum()),
         "groups": thresholds.numel(),
         "histogram": _histogram(relative, -RANGE),
         "thresholds": _histogram(thresholds, 0.0),

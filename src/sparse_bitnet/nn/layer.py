@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, SelectionState, select, spread_scale
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
@@ -24,8 +24,6 @@ from sparse_bitnet.nn.straight_through import (
 )
 from sparse_bitnet.ops.mask_words import count_flips, pack_mask, unpack_mask
 from sparse_bitnet.variants.registry import Matrix
-
-__all__ = ["CHOICES", "SparseBitConfig", "SparseBitLinear"]
 
 Layer = TypeVar("Layer", bound=nn.Linear)
 

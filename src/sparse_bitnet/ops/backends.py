@@ -171,8 +171,8 @@ def define(
         def cuda_op(*arguments: Any) -> Any:
             if cuda_unavailable() or not takes(*arguments):
                 return otherwise(*arguments)
-            on_cuda = cuda
-            if isinstance(cuda, str):  # the module imports ops, so it comes last
+            on_cuda: Any = cuda
+            if cuda == "triton":  # the module imports ops, so it comes last
                 on_cuda = getattr(importlib.import_module(f"{__package__}.triton"), name)
             # Kernels are launched on the current device.
             with torch.cuda.device(arguments[0].device):
