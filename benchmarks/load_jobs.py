@@ -97,7 +97,7 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
                 # The one name that both servers know.
                 body |= {"json_schema": SCHEMA}
                 grammar = Grammar.json_schema(SCHEMA)
-        result = generate(
+        [found] = generate(
             opened.engine,
             [prompt],
             GenerateOptions(max_new_tokens=wanted, sampling=SamplingOptions(temperature=0)),
@@ -106,7 +106,6 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             form=None if grammar is None else grammars.start(grammar),
             is_start="messages" in body,
         )
-        [found] = result.texts
         text, finish = found.text, found.finish_reason
         if reader is not None:
             pieces = reader.feed(text) + reader.end()

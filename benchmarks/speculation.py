@@ -54,7 +54,7 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
     for _ in range(turns):
         for name, speculation in (("without", None), ("with", guesses)):
             started = time.process_time()
-            result = generate(
+            (result,) = generate(
                 engine,
                 [prompt],
                 options,
@@ -63,10 +63,10 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
                 speculation=speculation,
             )
             spent = time.process_time() - started
-            assert result.texts[0].tokens == text
+            assert result.tokens == text
             of = best[name]
             of["tokens_per_second"] = max(of.get("tokens_per_second", 0), result.decode_rate)
-            if result.texts[0].cached_tokens:
+            if result.cached_tokens:
                 of["processor_seconds"] = min(of.get("processor_seconds", spent), spent)
             of["guessed"], of["accepted"] = result.guessed_tokens, result.accepted_tokens
     prefixes.clear()

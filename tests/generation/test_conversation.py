@@ -30,7 +30,7 @@ def conversation(folder):
 def ask(conversation, message, **named):
     pieces = []
     result = conversation.answer(message, on_text=pieces.append, **named)
-    assert "".join(pieces) == result.texts[0].text
+    assert "".join(pieces) == result.text
     return result
 
 
@@ -40,11 +40,11 @@ def test_earlier_turns_are_part_of_the_prompt_and_not_computed_again(conversatio
     assert [message["role"] for message in conversation.messages] == [
         *("system", "user", "assistant", "user", "assistant")
     ]
-    assert conversation.messages[2]["content"] == first.texts[0].text
+    assert conversation.messages[2]["content"] == first.text
     prompt = ChatTemplate.load(folder).render(conversation.messages[:4])
     tokens = conversation.model.tokenizer.encode(prompt, add_special_tokens=False)
-    assert second.texts[0].prompt_tokens == len(tokens)
-    assert second.texts[0].cached_tokens >= first.texts[0].prompt_tokens - 1
+    assert second.prompt_tokens == len(tokens)
+    assert second.cached_tokens >= first.prompt_tokens - 1
 
 
 def test_reset_forgets_all_but_the_instructions(conversation):
@@ -52,8 +52,8 @@ def test_reset_forgets_all_but_the_instructions(conversation):
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Few words."}]
     again = ask(conversation, "some words")
-    assert again.texts[0].tokens == once.texts[0].tokens
-    assert again.texts[0].cached_tokens == again.texts[0].prompt_tokens - 1
+    assert again.tokens == once.tokens
+    assert again.cached_tokens == again.prompt_tokens - 1
 
 
 def test_a_cancelled_answer_stays_as_far_as_it_came(conversation):
@@ -61,7 +61,7 @@ def test_a_cancelled_answer_stays_as_far_as_it_came(conversation):
     result = conversation.answer(
         "some words", on_text=seen.append, is_cancelled=lambda: len(seen) == 2
     )
-    assert result.texts[0].finish_reason == "cancelled"
+    assert result.finish_reason == "cancelled"
     assert conversation.messages[-1] == {"role": "assistant", "content": "".join(seen)}
     ask(conversation, "more")
 
@@ -70,7 +70,7 @@ def test_answers_end_where_the_context_does(folder):
     model = open_model(folder, EngineOptions(context_length=40))
     options = GenerateOptions(max_new_tokens=500, sampling=OPTIONS.sampling)
     conversation = Conversation(model, ChatTemplate(CHAT_TEMPLATE), options)
-    found = ask(conversation, "w").texts[0]
+    found = ask(conversation, "w")
     assert found.finish_reason == "length"
     assert len(found.tokens) + found.prompt_tokens == 40
     before = list(conversation.messages)

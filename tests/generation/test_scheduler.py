@@ -343,9 +343,6 @@ def test_run_steps_where_it_is_called(sink):
         for place, entry in enumerate(scores, request.score_from):
             logits = logits_after(request.prompt[:place], VOCAB)
             assert entry.logprob == score(logits, request.prompt[place], 0).logprob
-    done = scheduler.throughput
-    assert done.decode_tokens == sum(request.max_tokens - 1 for request in requests)
-    assert done.prefill_rate > 0
 
 
 def test_run_raises_what_a_generation_fails_with(sink):

@@ -65,20 +65,18 @@ def run(engine, prompts, tokenizer, **named):
 
 
 def tokens_of(result):
-    return [text.tokens for text in result.texts]
+    return [text.tokens for text in result]
 
 
 def test_greedy_text_is_that_of_transformers(engine, model, tokenizer):
     found = run(engine, PROMPTS, tokenizer, max_new_tokens=40)
-    for prompt, text in zip(PROMPTS, found.texts, strict=True):
+    for prompt, text in zip(PROMPTS, found, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert text.tokens == expected[0, len(prompt) :].tolist()
         assert text.text == tokenizer.decode(text.tokens)
         assert (text.finish_reason, text.prompt_tokens) == ("length", len(prompt))
-    assert found.prefill_tokens == sum(map(len, PROMPTS)) - found.texts[3].cached_tokens
-    assert found.decode_tokens == 4 * 39
-    assert found.prefill_rate > 0
-    assert found.decode_rate > 0
+        assert text.prefill_rate > 0
+        assert text.decode_rate > 0
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 32])
@@ -92,22 +90,22 @@ def test_a_text_does_not_depend_on_its_company(engine, tokenizer, max_batch):
 
 
 def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
-    (whole,) = run(engine, [PROMPTS[2]], tokenizer).texts
+    (whole,) = run(engine, [PROMPTS[2]], tokenizer)
     end = whole.tokens[4]
     first = whole.tokens.index(end)
-    (text,) = run(engine, [PROMPTS[2]], tokenizer, end_tokens=frozenset({end})).texts
+    (text,) = run(engine, [PROMPTS[2]], tokenizer, end_tokens=frozenset({end}))
     assert text.finish_reason == "stop"
     assert text.tokens == whole.tokens[: first + 1]
     assert text.text == tokenizer.decode(whole.tokens[:first])
 
     stop = whole.text[3:5]
-    (text,) = run(engine, [PROMPTS[2]], tokenizer, stop=(stop, "never")).texts
+    (text,) = run(engine, [PROMPTS[2]], tokenizer, stop=(stop, "never"))
     assert text.finish_reason == "stop"
     assert text.text == whole.text[: whole.text.index(stop)]
 
 
 def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer):
-    (whole,) = run(engine, [PROMPTS[2]], tokenizer).texts
+    (whole,) = run(engine, [PROMPTS[2]], tokenizer)
     end = whole.tokens[4]
     first = whole.tokens.index(end)
     backend = train_tokenizer(["some words, some more words"], 270).backend_tokenizer
@@ -115,7 +113,7 @@ def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer)
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     content["added_tokens"].append({"id": end, "content": name, "special": True, **flags})
     special = TextTokenizer(Tokenizer.from_str(json.dumps(content)))
-    (text,) = run(engine, [PROMPTS[2]], special, stop=(name,)).texts
+    (text,) = run(engine, [PROMPTS[2]], special, stop=(name,))
     assert text.finish_reason == "stop"
     assert text.tokens == whole.tokens[: first + 1]
     assert text.text == tokenizer.decode(whole.tokens[:first])
@@ -132,10 +130,10 @@ def test_long_prompts_are_computed_in_pieces_and_can_be_cancelled(model, tokeniz
         is_cancelled=lambda: len(asked) >= 1 or asked.append(1),
     )
     assert engine.computed == [[200, 312]]
-    assert [text.finish_reason for text in found.texts] == ["cancelled", "cancelled"]
-    assert [len(text.tokens) for text in found.texts] == [1, 0]
+    assert [text.finish_reason for text in found] == ["cancelled", "cancelled"]
+    assert [len(text.tokens) for text in found] == [1, 0]
     found = run(engine, [prompt], tokenizer)
-    assert found.texts[0].finish_reason == "length"
+    assert found[0].finish_reason == "length"
     engine.close()
 
 
@@ -149,7 +147,7 @@ def test_a_cancelled_text_keeps_what_it_has(engine, tokenizer):
         prefixes=prefixes,
         on_token=lambda *token: seen.append(token),
         is_cancelled=lambda: len(seen) == 5,
-    ).texts
+    )
     assert text.finish_reason == "cancelled"
     assert len(text.tokens) == 5
     assert text.text == "".join(piece for _, _, piece in seen)

@@ -54,7 +54,7 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     for prompt in prompts:
         options = GenerateOptions(max_new_tokens=40, sampling=SamplingOptions(temperature=0))
         result = generate(opened.engine, [prompt], options, tokenizer=opened.tokenizer)
-        expected.append(result.texts[0].text)
+        expected.append(result[0].text)
     opened.engine.close()
     assert len(set(expected)) > 6, "the test is to tell texts apart"
     options = ["--port", "0", "--threads", "1", "--weight-format", "i2", "--max-running", "5"]

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from sparse_bitnet.generation.conversation import Conversation
     from sparse_bitnet.generation.grammar import Grammar
     from sparse_bitnet.generation.open_model import OpenModel
+    from sparse_bitnet.generation.request import Generation
     from sparse_bitnet.generation.speculation import Speculation
-    from sparse_bitnet.generation.text_batches import GenerateOptions, GenerateResult
+    from sparse_bitnet.generation.text_batches import GenerateOptions
 
 HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -188,7 +189,7 @@ def main(
     tokens = model.first_tokens(prompt)
     print(prompt, end="", flush=True)
     try:
-        result = generate(
+        (written,) = generate(
             model.engine,
             [tokens],
             options,
@@ -201,7 +202,7 @@ def main(
     finally:
         print()  # what goes wrong is said on a line of its own
     if config.stats:
-        _print_statistics(result, model.engine_name)
+        _print_statistics(written, model.engine_name)
     model.engine.close()
 
 
@@ -213,17 +214,16 @@ def _read_text(option: str, path: str) -> str:
         raise UserError(f"{option} {path}: {error}") from error
 
 
-def _print_statistics(result: "GenerateResult", engine_name: str) -> None:
-    (text,) = result.texts
-    prefill, decode = result.prefill_rate, result.decode_rate
-    guessed = result.guessed_tokens
+def _print_statistics(text: "Generation", engine_name: str) -> None:
+    prefill, decode = text.prefill_rate, text.decode_rate
+    guessed = text.guessed_tokens
     cached = f" ({text.cached_tokens:,} cached)" if text.cached_tokens else ""
     print(
         f"prompt {text.prompt_tokens:,} tokens{cached}"
         + (f", {prefill:,.1f} tokens/s" if prefill else "")
         + f"; text {len(text.tokens):,} tokens"
         + (f", {decode:,.1f} tokens/s" if decode else "")
-        + (f"; guessed {guessed:,}, {result.accepted_tokens:,} came true" if guessed else "")
+        + (f"; guessed {guessed:,}, {text.accepted_tokens:,} came true" if guessed else "")
         + f"; ended by {text.finish_reason}; engine {engine_name}",
         file=sys.stderr,
     )
@@ -308,7 +308,7 @@ def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None
 
     with _interrupt_flag() as is_interrupted:
         try:
-            result = conversation.answer(
+            text = conversation.answer(
                 line,
                 on_text=lambda piece: print(piece, end="", flush=True),
                 is_cancelled=is_interrupted,
@@ -317,13 +317,12 @@ def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None
             hint = " (/reset starts over)" if isinstance(error, ContextFull) else ""
             print(f"sparse-bitnet: {error}{hint}", file=sys.stderr)
             return
-    (text,) = result.texts
     endings = {"cancelled": " [stopped]", "length": " [cut off: --max-tokens]"}
     if len(text.tokens) < config.max_tokens:
         endings["length"] = " [cut off: the context is full, /reset starts over]"
     print(endings.get(text.finish_reason or "", ""))
     if config.stats:
-        _print_statistics(result, conversation.model.engine_name)
+        _print_statistics(text, conversation.model.engine_name)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ class EngineLM(TemplateLM):
                 options = self._generate_options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
                 prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-                result = generate(
+                written = generate(
                     self.model.engine,
                     prompts,
                     options,
@@ -145,7 +145,7 @@ class EngineLM(TemplateLM):
                     end_tokens=self.model.end_tokens | {self.eot_token_id},
                     max_batch=self.batch_size,
                 )
-                texts |= {n: text.text for n, text in zip(numbers, result.texts, strict=True)}
+                texts |= {n: text.text for n, text in zip(numbers, written, strict=True)}
                 bar.update(len(numbers))
         return [texts[number] for number in range(len(requests))]
 

@@ -15,10 +15,11 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Form, Grammar
 from sparse_bitnet.generation.open_model import OpenModel, open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.request import Generation
 from sparse_bitnet.generation.sandbox import Sandbox
 from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text import named_tokens
-from sparse_bitnet.generation.text_batches import GenerateOptions, GenerateResult, generate
+from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 
 
 class ChatTemplate:
@@ -149,7 +150,7 @@ class Conversation:
         *,
         on_text: Callable[[str], None],
         is_cancelled: Callable[[], bool] | None = None,
-    ) -> GenerateResult:
+    ) -> Generation:
         """Return the model's answer to a message, at most as long as the context has room for. Both
         become part of the conversation, and so does the beginning of an answer that was cancelled.
 
@@ -172,7 +173,7 @@ class Conversation:
             # The same question twice may have two answers; the same conversation has one.
             sampling=replace(sampling, seed=(sampling.seed + len(self.messages)) % 2**64),
         )
-        result = generate(
+        (answer,) = generate(
             engine,
             [prompt],
             options,
@@ -185,8 +186,8 @@ class Conversation:
             on_token=lambda number, token, piece: on_text(piece),
             is_cancelled=is_cancelled,
         )
-        self.messages = [*messages, {"role": "assistant", "content": result.texts[0].text}]
-        return result
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        return answer
 
     def close(self) -> None:
         """Close the engine."""

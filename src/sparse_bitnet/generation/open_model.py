@@ -97,10 +97,10 @@ class OpenModel:
         drawn = SamplingOptions(temperature=temperature, top_p=top_p, **sampling)
         options = GenerateOptions(max_new_tokens=max_tokens, stop=tuple(stop), sampling=drawn)
         tokens = self.first_tokens(prompt)
-        result = generate(
+        (text,) = generate(
             self.engine, [tokens], options, tokenizer=self.tokenizer, end_tokens=self.end_tokens
         )
-        return result.texts[0].text
+        return text.text
 
     def grammars(self, end_tokens: frozenset[int]) -> "TokenGrammars":
         """Return the grammars of texts that these tokens may end."""

@@ -159,7 +159,14 @@ class Generation:
 
     cancel_asked: bool = False
     arrived: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
     last_token_at: float | None = None
+    guessed_tokens: int = 0
+    """Tokens computed ahead of those that were drawn."""
+
+    accepted_tokens: int = 0
+    """Guessed tokens that were drawn."""
+
     started: bool = False
 
     def __post_init__(self) -> None:
@@ -186,6 +193,20 @@ class Generation:
     def generated(self) -> int:
         """Tokens drawn."""
         return len(self.context) - self.prompt_tokens
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Return prompt tokens a second, up to the first token drawn; None before that."""
+        if self.first_token_at is None:
+            return None
+        return (self.prompt_tokens - self.cached_tokens) / (self.first_token_at - self.arrived)
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Return tokens drawn a second, after the first; None before there are two."""
+        if self.first_token_at is None or self.last_token_at is None or self.generated < 2:
+            return None
+        return (self.generated - 1) / max(self.last_token_at - self.first_token_at, 1e-9)
 
     @cached_property
     def prompt_array(self) -> np.ndarray:

@@ -58,35 +58,6 @@ class Observer:
         """A generation ended, so long after arrival."""
 
 
-@dataclass(kw_only=True)
-class Throughput:
-    """Tokens computed, and the time it took. A step's is divided in proportion to its tokens."""
-
-    prefill_tokens: int = 0
-    """Tokens of prompts."""
-
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    """Drawn ones; the first of each text comes out of the prefill."""
-
-    decode_seconds: float = 0.0
-    guessed_tokens: int = 0
-    """Computed ahead of those that were drawn."""
-
-    accepted_tokens: int = 0
-    """Guessed tokens that were drawn."""
-
-    @property
-    def prefill_rate(self) -> float | None:
-        """Tokens a second; None where nothing was computed."""
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else None
-
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second, over all texts together."""
-        return self.decode_tokens / self.decode_seconds if self.decode_tokens else None
-
-
 def scored_slice(vocab_size: int) -> int:
     """Tokens of one forward where nobody waits: their logits take at most 128 MiB."""
     return max(1, min(512, (1 << 25) // vocab_size))
@@ -147,7 +118,6 @@ class Scheduler:
         self.max_running = max_running
         self.delivered: Callable[[], None] = lambda: None
         """Called when what a forward, or a step, has brought was delivered; must not block."""
-        self.throughput = Throughput()
         self._engine = engine
         self._slices = (prefill_slice, max(prefill_slice, _PREFILL_ALONE))
         self._scored_slice, self._room_ahead = scored_slice, room_ahead
@@ -317,22 +287,15 @@ class Scheduler:
         while batch := [(g, size) for g, size in batch if g.sequence is not None]:
             try:
                 started = time.perf_counter()
-                drawing = [(g, size) for g, size in batch if g.is_drawing]
-                before = sum(g.generated for g, _ in drawing)
+                is_drawing = all(generation.is_drawing for generation, _ in batch)
                 entries = [generation.entry(size) for generation, size in batch]
                 results = self._engine.forward(entries, which)
-                if self._speculation is not None and len(drawing) == len(batch):
+                if self._speculation is not None and is_drawing:
                     passed = time.perf_counter() - started
                     self._speculation.costs.add(sum(size for _, size in batch), passed)
                 for (generation, _), logits in zip(batch, results, strict=which != "none"):
-                    try:
-                        for output in generation.take(logits, which):
-                            self._hand_out(generation, output)
-                    except Exception as error:
-                        self._fail(generation, error)
+                    self._take(generation, logits, which)
                 self.delivered()
-                drawn = sum(g.generated for g, _ in drawing) - before
-                self._count(batch, drawing, drawn, time.perf_counter() - started)
                 return
             except CacheFull as error:
                 if self._prefixes.evict():
@@ -354,32 +317,27 @@ class Scheduler:
                     self._forward([one], which)
                 return
 
-    def _count(
-        self,
-        batch: list[tuple[Generation, int]],
-        drawing: list[tuple[Generation, int]],
-        drawn: int,
-        seconds: float,
-    ) -> None:
-        """`drawing`: those of the batch that were beyond their prompts, and have drawn so many tokens."""
-        done, all_tokens = self.throughput, sum(size for _, size in batch)
-        tokens = sum(size for _, size in drawing)
-        done.prefill_tokens += all_tokens - tokens
-        done.prefill_seconds += seconds * (1 - tokens / all_tokens)
-        done.decode_tokens += drawn
-        done.decode_seconds += seconds * tokens / all_tokens
-        if tokens > len(drawing):
-            guessed, accepted = tokens - len(drawing), max(drawn - len(drawing), 0)
-            done.guessed_tokens += guessed
-            done.accepted_tokens += accepted
-            self._observer.guessed(guessed, accepted)
+    def _take(self, generation: Generation, results: np.ndarray, which: WhichLogits) -> None:
+        """Hand out what a generation makes of its results."""
+        guessed = len(generation.guess)
+        try:
+            outputs = generation.take(results, which)
+            if guessed:
+                accepted = len(outputs) - 1
+                generation.guessed_tokens += guessed
+                generation.accepted_tokens += accepted
+                self._observer.guessed(guessed, accepted)
+            for output in outputs:
+                self._hand_out(generation, output)
+        except Exception as error:
+            self._fail(generation, error)
 
     def _hand_out(self, generation: Generation, output: Output) -> None:
         if generation.generated:
-            now = time.perf_counter()
-            since = generation.last_token_at or generation.arrived
-            self._observer.token(now - since, generation.last_token_at is None)
+            now, before = time.perf_counter(), generation.last_token_at
+            generation.first_token_at = generation.first_token_at or now
             generation.last_token_at = now
+            self._observer.token(now - (before or generation.arrived), before is None)
         if output.finish is not None:
             self._end(generation, output.finish, output)
         else:

@@ -10,7 +10,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler, Throughput
+from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text import StopStrings, TextTokenizer
 
@@ -42,13 +42,6 @@ class GenerateOptions:
         StopStrings(self.stop)
 
 
-@dataclass(kw_only=True)
-class GenerateResult(Throughput):
-    """The texts, in the order of the prompts, and how fast they came."""
-
-    texts: list[Generation]
-
-
 def generate(
     engine: InferenceEngine,
     prompts: Sequence[Sequence[int]],
@@ -63,8 +56,8 @@ def generate(
     is_start: bool = False,
     on_token: OnToken | None = None,
     is_cancelled: Callable[[], bool] | None = None,
-) -> GenerateResult:
-    """Continue each prompt.
+) -> list[Generation]:
+    """Continue each prompt; returns the texts in the order of the prompts.
 
     Args:
         prompts: tokens, at least one each.
@@ -115,9 +108,7 @@ def generate(
         speculation=speculation,
     )
     done = {id(one.request): one for one in scheduler.run(requests, is_cancelled)}
-    return GenerateResult(
-        texts=[done[id(request)] for request in requests], **vars(scheduler.throughput)
-    )
+    return [done[id(request)] for request in requests]
 
 
 def _check(engine: InferenceEngine, prompt: Sequence[int], new: int) -> None:
