@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decoder for Python. Sizes are checked against the model's shape here. The caller keeps every array alive as long as the
-// decoder, and gives addresses of arrays as large as they say they are.
+// The decoder for Python. Sizes are checked against the model's shape here. The caller keeps every array alive
+// as long as the decoder, and gives addresses of arrays as large as they say they are.
 //
 //   model = ModelBuilder(...); model.set_embedding(table); model.set_head(table);
-//   model.set_final_norm(address); model.add_block(matrices, addresses of vectors)
+//   model.set_final_norm(address); model.add_block(matrices and addresses of vectors by name)
 //   decoder = Decoder(model, threads, cache, context_length, cache_tokens, kernels)
 //   decoder.open() -> sequence; decoder.forward([(sequence, address of int32 tokens, count)], which, logits)
 //
-//   A vector is the address of float32 values, 0 where the model has none. logits: address of float32
+//   A vector is the address of float32 values. logits: address of float32
 //   [requests, vocab] (last) or [sum of counts, vocab] (all), 0 with none.
 //
 // ValueError: sizes that do not fit, context or cache full. IndexError: sequences and lengths that are
@@ -77,21 +77,10 @@ class ModelBuilder {
     require(std::isfinite(norm_epsilon) && norm_epsilon >= 0, "norm_epsilon is not finite");
     require(std::isfinite(query_scale) && query_scale >= 0, "query_scale is not finite");
     require(std::isfinite(embedding_scale), "embedding_scale is not finite");
-    model_.hidden = hidden;
-    model_.intermediate = intermediate;
-    model_.heads = heads;
-    model_.kv_heads = kv_heads;
-    model_.head_dim = head_dim;
-    model_.vocab = vocab;
-    model_.norm_epsilon = norm_epsilon;
-    model_.activation = activation;
-    model_.activation_group = activation_group;
-    model_.query_scale = query_scale > 0 ? query_scale : 1.0f / std::sqrt(float(head_dim));
-    model_.embedding_scale = embedding_scale;
-    model_.norms_rotated = norms_rotated;
+    if (query_scale == 0) query_scale = 1.0f / std::sqrt(float(head_dim));
+    model_ = {hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_epsilon, activation, activation_group, {},
+              query_scale, norms_rotated, embedding_scale, {}, {}, nullptr, {}};
     add_rope(inverse_frequencies, rope_scaling);
-    model_.embedding = model_.head = {};
-    model_.final_norm = nullptr;
   }
 
   void add_rope(Address inverse_frequencies, float scaling) {
@@ -111,48 +100,52 @@ class ModelBuilder {
 
   void set_final_norm(Address address) { model_.final_norm = floats(address, "final_norm", true); }
 
-  void add_block(const Matrix& q, const Matrix& k, const Matrix& v,
-                 const Matrix& o, const Matrix& gate, const Matrix& up,
-                 const Matrix& down, Address input_norm, Address post_attention_norm,
-                 Address q_bias, Address k_bias, Address v_bias, Address o_bias,
-                 Address attention_sub_norm, Address ffn_sub_norm, Address q_norm, Address k_norm,
-                 Address attention_out_norm, Address ffn_out_norm,
-                 const std::vector<Address>& linear_norms, std::int64_t window, std::int64_t rope) {
+  // A Matrix or the address of a vector by the name of each member of Block (decoder.h); the linear_norms are
+  // q_linear_norm and so on. window: tokens that a token sees, itself included; 0: all. rope: which, from 0.
+  void add_block(const nb::dict& weights, std::int64_t window, std::int64_t rope) {
     const std::string name = "block " + std::to_string(model_.blocks.size()) + " ";
     const std::int64_t hidden = model_.hidden, intermediate = model_.intermediate;
-    const std::int64_t q_rows = model_.heads * model_.head_dim;
-    const std::int64_t kv_rows = model_.kv_heads * model_.head_dim;
+    const std::int64_t q_rows = model_.heads * model_.head_dim, kv_rows = model_.kv_heads * model_.head_dim;
     Block block{};
-    block.q = shaped(q, q_rows, hidden, name + "q");
-    block.k = shaped(k, kv_rows, hidden, name + "k");
-    block.v = shaped(v, kv_rows, hidden, name + "v");
-    block.o = shaped(o, hidden, q_rows, name + "o");
-    block.gate = shaped(gate, intermediate, hidden, name + "gate");
-    block.up = shaped(up, intermediate, hidden, name + "up");
-    block.down = shaped(down, hidden, intermediate, name + "down");
-    for (const Matrix* matrix : {&q, &k, &v, &o, &gate, &up, &down}) {
-      require(model_.activation_group == 0 || matrix->group == model_.activation_group,
+    std::size_t taken = 0;
+    const auto take = [&](const char* key, Matrix& to, std::int64_t rows, std::int64_t columns) {
+      require(weights.contains(key), name + key + " is missing");
+      to = shaped(nb::cast<const Matrix&>(weights[key]), rows, columns, name + key);
+      require(model_.activation_group == 0 || to.group == model_.activation_group,
               name + "has matrices whose groups are not those of the activations");
-    }
-    require(q.summed_group() == k.summed_group() && k.summed_group() == v.summed_group() &&
-                gate.summed_group() == up.summed_group(),
+      ++taken;
+    };
+    take("q", block.q, q_rows, hidden);
+    take("k", block.k, kv_rows, hidden);
+    take("v", block.v, kv_rows, hidden);
+    take("o", block.o, hidden, q_rows);
+    take("gate", block.gate, intermediate, hidden);
+    take("up", block.up, intermediate, hidden);
+    take("down", block.down, hidden, intermediate);
+    require(block.q.summed_group() == block.k.summed_group() &&
+                block.k.summed_group() == block.v.summed_group() &&
+                block.gate.summed_group() == block.up.summed_group(),
             name + "has matrices of one input with different groups");
-    block.input_norm = floats(input_norm, name + "input_norm", true);
-    block.post_attention_norm = floats(post_attention_norm, name + "post_attention_norm", true);
-    block.q_bias = floats(q_bias, name + "q_bias", false);
-    block.k_bias = floats(k_bias, name + "k_bias", false);
-    block.v_bias = floats(v_bias, name + "v_bias", false);
-    block.o_bias = floats(o_bias, name + "o_bias", false);
-    block.attention_sub_norm = floats(attention_sub_norm, name + "attention_sub_norm", false);
-    block.ffn_sub_norm = floats(ffn_sub_norm, name + "ffn_sub_norm", false);
-    block.q_norm = floats(q_norm, name + "q_norm", false);
-    block.k_norm = floats(k_norm, name + "k_norm", false);
-    block.attention_out_norm = floats(attention_out_norm, name + "attention_out_norm", false);
-    block.ffn_out_norm = floats(ffn_out_norm, name + "ffn_out_norm", false);
-    require(linear_norms.empty() || linear_norms.size() == 5, name + "has not five linear_norms");
-    for (std::size_t i = 0; i < linear_norms.size(); ++i) {
-      block.linear_norms[i] = floats(linear_norms[i], name + "linear_norms", true);
+    const std::pair<const char*, const float**> vectors[] = {
+        {"input_norm", &block.input_norm}, {"post_attention_norm", &block.post_attention_norm},
+        {"q_bias", &block.q_bias}, {"k_bias", &block.k_bias}, {"v_bias", &block.v_bias}, {"o_bias", &block.o_bias},
+        {"attention_sub_norm", &block.attention_sub_norm}, {"ffn_sub_norm", &block.ffn_sub_norm},
+        {"attention_out_norm", &block.attention_out_norm}, {"ffn_out_norm", &block.ffn_out_norm},
+        {"q_norm", &block.q_norm}, {"k_norm", &block.k_norm},
+        {"q_linear_norm", &block.linear_norms[0]}, {"k_linear_norm", &block.linear_norms[1]},
+        {"v_linear_norm", &block.linear_norms[2]}, {"gate_linear_norm", &block.linear_norms[3]},
+        {"up_linear_norm", &block.linear_norms[4]},
+    };
+    for (const auto& [key, to] : vectors) {
+      if (!weights.contains(key)) continue;
+      *to = floats(nb::cast<Address>(weights[key]), name + key, true);
+      ++taken;
     }
+    require(block.input_norm && block.post_attention_norm, name + "has no input_norm or post_attention_norm");
+    for (const float* norm : block.linear_norms) {
+      require(!norm == !block.linear_norms[0], name + "has not five linear norms");
+    }
+    require(taken == weights.size(), name + "has weights of other names");
     require(window >= 0, name + "window is negative");
     block.window = window > 0 ? window : most_positions;
     require(rope >= 0 && rope < std::int64_t(model_.ropes.size()), name + "rope is not there");
@@ -169,7 +162,7 @@ class ModelBuilder {
   }
 
  private:
-  Model model_;
+  Model model_{};
 };
 
 // A decoder for one caller at a time: what it holds is changed by every call, and its threads are those of
@@ -177,7 +170,7 @@ class ModelBuilder {
 class DecoderHandle {
  public:
   DecoderHandle(const ModelBuilder& builder, int threads, CacheType cache, std::int64_t context_length,
-                std::int64_t cache_tokens, const Kernels& kernels) : isa_(kernels.isa) {
+                std::int64_t cache_tokens, const Kernels& kernels) {
     require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
     require(context_length >= 1 && context_length <= most_positions,
             "context_length is outside 1..2^24");
@@ -191,8 +184,6 @@ class DecoderHandle {
   ~DecoderHandle() {
     if (is_forked()) static_cast<void>(decoder_.release());
   }
-
-  const std::string& isa() const { return isa_; }
 
   // body(decoder), while nobody else is in it.
   template <class Body>
@@ -246,7 +237,6 @@ class DecoderHandle {
   const int forks_ = fork_count();
   std::mutex busy_;
   std::unique_ptr<Decoder> decoder_;
-  const std::string isa_;
 };
 
 // A method of the decoder, for the handle.
@@ -296,12 +286,9 @@ void bind_decoder(nb::module_& module) {
       .def("set_embedding", &ModelBuilder::set_embedding, "table"_a)
       .def("set_head", &ModelBuilder::set_head, "table"_a)
       .def("set_final_norm", &ModelBuilder::set_final_norm, "address"_a)
-      .def("add_block", &ModelBuilder::add_block, "q"_a, "k"_a, "v"_a, "o"_a, "gate"_a, "up"_a,
-           "down"_a, nb::kw_only(), "input_norm"_a, "post_attention_norm"_a, "q_bias"_a = 0, "k_bias"_a = 0,
-           "v_bias"_a = 0, "o_bias"_a = 0, "attention_sub_norm"_a = 0, "ffn_sub_norm"_a = 0,
-           "q_norm"_a = 0, "k_norm"_a = 0, "attention_out_norm"_a = 0, "ffn_out_norm"_a = 0,
-           "linear_norms"_a = std::vector<Address>(), "window"_a = 0, "rope"_a = 0,
-           "linear_norms: of the inputs of q, k, v, gate and up. window: tokens that a token sees, itself included; 0: all. rope: which one, from 0.");
+      .def("add_block", &ModelBuilder::add_block, "weights"_a, "window"_a = 0, "rope"_a = 0,
+           "weights: see csrc/bindings_decoder.cpp. window: tokens that a token sees, itself included; 0: all. "
+           "rope: which one, from 0.");
 
   nb::class_<DecoderHandle>(
       module, "Decoder",
@@ -309,8 +296,6 @@ void bind_decoder(nb::module_& module) {
       "calls while another one does, in the child of a fork, and after `shut`.")
       .def(nb::init<const ModelBuilder&, int, CacheType, std::int64_t, std::int64_t, const Kernels&>(),
            "model"_a, "threads"_a, "cache"_a, "context_length"_a, "cache_tokens"_a, "kernels"_a)
-      .def_prop_ro("isa", &DecoderHandle::isa)
-      .def_prop_ro("threads", used(&Decoder::threads), "That compute: fewer than asked for where the system starts no more.")
       .def("open", used(&Decoder::open), "A new, empty sequence.")
       .def("close", used(&Decoder::close), "sequence"_a, "Give its pages back.")
       .def("fork", used(&Decoder::fork), "sequence"_a, "length"_a,

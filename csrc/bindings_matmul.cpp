@@ -116,17 +116,6 @@ void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
   for (int i = 0; i < repeats; ++i) matmul(kernels, pool, x, group.data(), int(group.size()));
 }
 
-void multiply_table(const Kernels& kernels, ThreadPool& pool, Address x, std::int64_t tokens,
-                    std::int64_t x_stride, const Table& table, Address y, std::int64_t y_stride) {
-  require(table.type == TableType::bfloat16 || table.type == TableType::float32, "not a table of floats");
-  require(tokens >= 0 && tokens < most_elements, "tokens are out of range");
-  require(x_stride >= table.columns && x_stride <= most_elements / (tokens + 1) &&
-              y_stride >= table.rows && y_stride <= most_elements / (tokens + 1),
-          "a stride is out of range");
-  matmul_table(kernels, pool, pointer<const float>(x), tokens, x_stride, table, pointer<float>(y),
-               y_stride);
-}
-
 void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
                   Address visits, Address threads, bool in_ranges, std::int64_t failing) {
   require(count >= 0 && count <= most_elements && size >= 1 && size <= most_elements,
@@ -152,8 +141,6 @@ void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, st
 void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   module.attr("ACTIVATION_SLACK") = activation_slack;
-  module.attr("MATRIX_ALIGNMENT") = matrix_alignment;
-  module.attr("MOST_INT8_COLUMNS") = most_int8_columns;
   module.attr("STRIP_ROWS") = strip_rows;
   nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
       .value("i2", WeightFormat::i2)
@@ -232,9 +219,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
           },
           "pool"_a, "x"_a, "activations"_a, unlocked, "x [tokens, columns] float32 to activations.")
       .def("matmul", &multiply, "pool"_a, "x"_a, "products"_a, "repeats"_a = 1,
-           "The products of one group, `repeats` times over.")
-      .def("matmul_table", &multiply_table, "pool"_a, "x"_a, "tokens"_a, "x_stride"_a, "table"_a, "y"_a,
-           "y_stride"_a, unlocked, "A table of floats times x [tokens, x_stride] float32.");
+           "The products of one group, `repeats` times over.");
 }
 
 }  // namespace sparse_bitnet

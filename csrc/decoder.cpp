@@ -135,7 +135,6 @@ Decoder::Decoder(Model model, const DecoderOptions& options)
 
 Decoder::~Decoder() = default;
 
-int Decoder::threads() const { return state_->pool.threads(); }
 
 int Decoder::open() { return state_->cache.open(); }
 

@@ -78,7 +78,6 @@ class Decoder {
   Decoder(Model model, const DecoderOptions& options);
   ~Decoder();
 
-  int threads() const;                              // that compute
   int open();                                       // a new, empty sequence
   void close(int sequence);                         // gives its pages back
   int fork(int sequence, std::int64_t length);      // a new sequence with the first `length` tokens

@@ -107,31 +107,24 @@ class DecoderInMemory:
             window = getattr(attention, "sliding_window", 0) or 0
             if config.model_type == "mistral":
                 window = config.sliding_window
-            builder.add_block(
-                *[self.matrix(attention.get_submodule(f"{name}_proj")) for name in "qkvo"],
-                *[
-                    self.matrix(feed.get_submodule(f"{name}_proj"))
-                    for name in ("gate", "up", "down")
-                ],
-                input_norm=self.weight_of(block, "input_layernorm"),
-                post_attention_norm=self.weight_of(
-                    block, "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
-                ),
-                attention_out_norm=self.weight_of(block, "post_attention_layernorm")
-                if is_gemma
-                else 0,
-                ffn_out_norm=self.weight_of(block, "post_feedforward_layernorm"),
-                window=window,
-                rope=int(is_gemma and window > 0),
-                **{
-                    f"{name}_bias": self.floats(attention.get_submodule(f"{name}_proj").bias)
-                    for name in "qkvo"
-                },
-                attention_sub_norm=self.weight_of(attention, "attn_sub_norm"),
-                ffn_sub_norm=self.weight_of(feed, "ffn_sub_norm"),
-                q_norm=self.weight_of(attention, head_norms[0]),
-                k_norm=self.weight_of(attention, head_norms[1]),
-            )
+            linears = {name: attention.get_submodule(f"{name}_proj") for name in "qkvo"}
+            linears |= {name: feed.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")}
+            before = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
+            vectors = {
+                "input_norm": self.weight_of(block, "input_layernorm"),
+                "post_attention_norm": self.weight_of(block, before),
+                "attention_out_norm": is_gemma
+                and self.weight_of(block, "post_attention_layernorm"),
+                "ffn_out_norm": self.weight_of(block, "post_feedforward_layernorm"),
+                "attention_sub_norm": self.weight_of(attention, "attn_sub_norm"),
+                "ffn_sub_norm": self.weight_of(feed, "ffn_sub_norm"),
+                "q_norm": self.weight_of(attention, head_norms[0]),
+                "k_norm": self.weight_of(attention, head_norms[1]),
+                **{f"{name}_bias": self.floats(linears[name].bias) for name in "qkvo"},
+            }
+            weights: dict[str, Any] = {name: self.matrix(each) for name, each in linears.items()}
+            weights |= {name: address for name, address in vectors.items() if address}
+            builder.add_block(weights, window=window, rope=int(is_gemma and window > 0))
         self.decoder = _cpu.Decoder(
             builder,
             threads=threads,

@@ -318,10 +318,23 @@ def test_model_builder_refuses_what_does_not_fit() -> None:
         )
     layer = next(iter(decoder.layers.values()))
     norms = {"input_norm": frequencies, "post_attention_norm": frequencies}
-    for change in ({"rows": 65}, {"columns": 63}):
-        wrong_matrix = decoder.matrix(layer, **change)
-        with pytest.raises(ValueError, match="block 0 q"):
-            builder().add_block(*[wrong_matrix] * 7, **norms)
+    kv, wide, back = {"rows": 32}, {"rows": 96}, {"rows": 64, "columns": 96}
+    shapes = {"q": {}, "k": kv, "v": kv, "o": {}, "gate": wide, "up": wide, "down": back}
+    strided = {name: given | {"row_stride": 64} for name, given in shapes.items()}
+    block = norms | {name: decoder.matrix(layer, **given) for name, given in strided.items()}
+    for change, match in (
+        ({"q": decoder.matrix(layer, rows=65)}, "block 0 q is"),
+        ({"q": decoder.matrix(layer, columns=63)}, "block 0 q is"),
+        ({"down": None}, "block 0 down is missing"),
+        ({"input_norm": None}, "has no input_norm"),
+        ({"q_bias": 2}, "q_bias: not aligned"),
+        ({"up_linear_norm": frequencies}, "has not five linear norms"),
+        ({"q_scale": frequencies}, "has weights of other names"),
+    ):
+        weights = {name: value for name, value in (block | change).items() if value is not None}
+        with pytest.raises(ValueError, match=match):
+            builder().add_block(weights)
+    builder().add_block(block)
     for change in ({"n": 0}, {"row_stride": 63}, {"row_stride": 0}, {"address": 0}, {"address": 8}):
         with pytest.raises(ValueError, match=r"pattern|row_stride|address"):
             decoder.matrix(layer, **change)

@@ -60,15 +60,10 @@ def test_sizes_of_the_matrix_kernels(size: int) -> None:
     activations = _cpu.Activations(1, 128, 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="other columns"):
         kernels.matmul(pool, activations, [_cpu.Product(matrix, 0, 0, 8)])
-    table = _cpu.Table(_cpu.TableType.float32, 8, 64, 256, 64)
-    with pytest.raises(ValueError, match="stride"):
-        kernels.matmul_table(pool, 0, 1, 64, table, 0, size)
-    with pytest.raises(ValueError, match="stride"):
-        kernels.matmul_table(pool, 0, 1, size, table, 0, 8)
 
 
 def test_int8_rows_whose_sums_would_not_fit() -> None:
-    columns = _cpu.MOST_INT8_COLUMNS + 64
+    columns = (1 << 17) + 64
     size = {"rows": 1, "columns": columns, "row_stride": columns, "address": 64, "scales": 64}
     with pytest.raises(ValueError, match=r"int8 takes at most 2\^17 columns"):
         _cpu.Matrix(_cpu.WeightFormat.int8, 1, 1, **size)
@@ -82,12 +77,6 @@ def test_int8_rows_whose_sums_would_not_fit() -> None:
 def test_thread_counts(threads: int) -> None:
     with pytest.raises(ValueError, match="threads"):
         _cpu.ThreadPool(threads)
-
-
-@pytest.mark.parametrize("bytes", [0, -1, 2**47, 2**63 - 1])
-def test_sizes_of_the_roofline(bytes: int) -> None:
-    with pytest.raises(ValueError, match="out of range"):
-        _cpu.Roofline(1, bytes)
 
 
 def test_offsets_in_files() -> None:

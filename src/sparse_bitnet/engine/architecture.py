@@ -123,7 +123,7 @@ class Architecture:
     def vectors(self) -> dict[str, tuple[str, int]]:
         """Norms and biases of a block: name in csrc/decoder.h -> (name in the block, length).
 
-        What normalises the input of q, k, v, gate or up alone is the decoder's `q_own_norm` and so on.
+        What normalises the input of q, k, v, gate or up alone is the decoder's `q_linear_norm` and so on.
         """
         shapes = self.linear_shapes()
         q, k, v, o, gate, up, down = BLOCK_LINEARS
@@ -141,7 +141,7 @@ class Architecture:
             named["attention_sub_norm"] = ("self_attn.attn_sub_norm.weight", shapes[o][1])
             named["ffn_sub_norm"] = ("mlp.ffn_sub_norm.weight", shapes[down][1])
         if self.linear_norms:
-            own = [f"{letter}_own_norm" for letter in ("q", "k", "v", "gate", "up")]
+            own = [f"{letter}_linear_norm" for letter in ("q", "k", "v", "gate", "up")]
             keys = dict(zip((q, k, v, gate, up), own, strict=True))
             keys |= {o: "attention_sub_norm", down: "ffn_sub_norm"}
             named |= {

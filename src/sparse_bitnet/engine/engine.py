@@ -215,15 +215,16 @@ def _decoder_model(
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
-    names = {key: name for key, (name, _) in architecture.vectors().items()}
-    own = [names.pop(key) for key in list(names) if key.endswith("_own_norm")]
+    matrices = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), BLOCK_LINEARS, strict=True))
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}."
         window = architecture.windows[layer] if architecture.windows else 0
         model.add_block(
-            *(weights.matrices[block + name] for name in BLOCK_LINEARS),
-            **{key: weights.vectors[block + name].ctypes.data for key, name in names.items()},
-            linear_norms=[weights.vectors[block + name].ctypes.data for name in own],
+            {key: weights.matrices[block + name] for key, name in matrices.items()}
+            | {
+                key: weights.vectors[block + name].ctypes.data
+                for key, (name, _) in architecture.vectors().items()
+            },
             window=window,
             rope=int(local and window > 0),
         )
