@@ -224,7 +224,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
             f"{ratio['over_fastest_peer']:.2f} x the fastest peer ({ratio['fastest_peer']})",
             soft_wrap=True,
         )
-    rooflines = [asdict(meter.result(isa)) for meter in meters for isa in isas]
+    rooflines = [meter.result(isa) for meter in meters for isa in isas]
     for roofline in rooflines:
         console.print(
             f"{roofline['threads']} threads, {roofline['isa']}: memory "

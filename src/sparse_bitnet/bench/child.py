@@ -151,9 +151,7 @@ class EngineMeter:
         Every sequence starts with the same `context` tokens and shares their memory with the others.
         """
         base = self._context(context)
-        sequences = [
-            self._engine.new_sequence() if base is None else base.fork() for _ in range(batch)
-        ]
+        sequences = [base.fork() for _ in range(batch)]
         tokens = [[token] for token in self._tokens(batch)]
         entries = list(zip(sequences, tokens, strict=True))
         began = time.perf_counter()
@@ -164,13 +162,11 @@ class EngineMeter:
             sequence.close()
         return seconds
 
-    def _context(self, length: int) -> EngineSequence | None:
-        if length == 0:
-            return None
+    def _context(self, length: int) -> EngineSequence:
         if length not in self._contexts:
-            sequence = self._engine.new_sequence()
-            self._engine.forward([(sequence, self._tokens(length))], logits="none")
-            self._contexts[length] = sequence
+            self._contexts[length] = sequence = self._engine.new_sequence()
+            if length:
+                self._engine.forward([(sequence, self._tokens(length))], logits="none")
         return self._contexts[length]
 
     def _tokens(self, count: int) -> list[int]:

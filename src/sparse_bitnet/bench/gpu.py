@@ -143,17 +143,17 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
     }[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
     length = (options.tokens or [2048])[0] if phase == "train" else 1
+    torch.compiler.reset()  # the blocks of all models share the limit of compilations
     models: dict[str, Any] = {}
-    if phase != "train" and wanted:
-        for name in variants:
-            model = build(options, name, pattern, torch.bfloat16)
-            models[name] = for_inference_(model, name, options.device == "cuda")
-    else:
+    if phase == "train":
         make_deterministic(torch.device(options.device))
+    for name in variants if phase != "train" and wanted else ():
+        model = build(options, name, pattern, torch.bfloat16)
+        models[name] = for_inference_(model, name, options.device == "cuda")
     make = _prefill if phase == "prefill" else _decode
     for size in wanted:
         if phase == "train":
-            taken = {}
+            taken: dict[str, list[float]] = {}
             for name in variants:
                 step = partial(_training_step, name, options, pattern, size, length)
                 taken |= interleaved({name: step}, options)
@@ -260,22 +260,18 @@ def interleaved(
     makers: Mapping[str, Callable[[], Call]], options: GpuBenchOptions
 ) -> dict[str, list[float]]:
     """Seconds by round of each call that fits, in turn, so that a drifting clock meets all alike."""
-    calls = {name: _fitting(make) for name, make in makers.items()}
-    taken: dict[str, list[float]] = {name: [] for name, call in calls.items() if call}
+    gc.collect()  # earlier calls leave their memory
+    torch.cuda.empty_cache()
+    calls = {name: call for name, make in makers.items() if (call := _fitting(make))}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     for turn, name in turns([list(taken)], options.rounds + 1):
-        call = calls[name]
-        assert call is not None
         wait()
         began = time.perf_counter()
-        call()
+        calls[name]()
         wait()
         if turn:  # the first round warms up
             taken[name].append(time.perf_counter() - began)
-    calls.clear()
-    call = None
-    gc.collect()  # the next ones need the memory
-    torch.cuda.empty_cache()
     return taken
 
 

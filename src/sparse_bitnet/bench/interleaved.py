@@ -7,7 +7,7 @@ Medians of the rounds are reported, and the roofline is measured in every round 
 import copy
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,12 @@ def run(
     measured = [("prefill", tokens, 1) for tokens in sorted(set(options.prefill))]
     batches, contexts = sorted(set(options.batches)), sorted(set(options.contexts))
     measured += [("decode", context, batch) for batch in batches for context in contexts]
+    shared = {
+        "head": options.head,
+        "kv_cache": options.kv_cache,
+        "context_length": max(*options.prefill, *(n + options.steps for n in contexts)),
+        "cache_tokens": cache_tokens(options.prefill, contexts, batches, options.steps),
+    }
     groups: list[list[_Job]] = [[] for _ in measured]
     with ExitStack() as stack:
         for (pattern, folder), threads, name, isa in itertools.product(
@@ -87,8 +93,7 @@ def run(
         ):
             report(f"loading {pattern}, {name}, {threads} threads", 0.0)
             process = stack.enter_context(Child(child))
-            asked = {"threads": threads, "weight_format": name, "isa": isa}
-            asked |= _engine_options(options)
+            asked = {"threads": threads, "weight_format": name, "isa": isa, **shared}
             loaded = process.ask({"op": "load", "folder": str(folder), "options": asked})
             make = partial(_Job, child=process, loaded=loaded, pattern=pattern, threads=threads)
             for group, (phase, tokens, batch) in zip(groups, measured, strict=True):
@@ -98,12 +103,12 @@ def run(
         meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
         visits = [meter.visit for meter in meters.values()]
         contention = Contention(job.child.pid for job in groups[0])
-        order = turns([*groups, visits], options.rounds)
+        jobs: list[Sequence[Callable[[], None]]] = [*groups, visits]
         total = options.rounds * (sum(map(len, groups)) + len(visits))
-        for done, (turn, job) in enumerate(order):
-            what = f"{job.phase} {job.tokens}" if isinstance(job, _Job) else "roofline"
+        for done, (turn, call) in enumerate(turns(jobs, options.rounds)):
+            what = f"{call.phase} {call.tokens}" if isinstance(call, _Job) else "roofline"
             report(f"round {turn + 1}: {what}", done / total)
-            job()
+            call()
         others = contention.others_share()
     return [_row(options, job, meters[job.threads], others) for group in groups for job in group]
 
@@ -138,18 +143,8 @@ def _within_positions(options: BenchOptions, folders: Iterable[Path]) -> BenchOp
     return within
 
 
-def _engine_options(options: BenchOptions) -> dict[str, Any]:
-    prefills, contexts, steps = options.prefill, options.contexts, options.steps
-    return {
-        "head": options.head,
-        "kv_cache": options.kv_cache,
-        "context_length": max(*prefills, *(context + steps for context in contexts)),
-        "cache_tokens": cache_tokens(prefills, contexts, options.batches, steps),
-    }
-
-
 def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: float | None) -> Row:
-    """The row of a job: what it measured, then speeds as shares of the roofline."""
+    """What a job measured, and its speed as a share of the roofline."""
     loaded, times = job.loaded, [answer["seconds"] for answer in job.answers]
     seconds = statistics.median(times)  # of a prompt or of a step
     roofline = meter.result(loaded["isa"])
@@ -178,10 +173,10 @@ def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: f
         "rounds": len(times),
         "tokens_per_second": computed / seconds,  # of all sequences together
         "step_bytes": step_bytes,
-        "memory_share": step_bytes and step_bytes / seconds / roofline.read_bytes_per_second,
-        "int8_share": operations / seconds / roofline.int8_ops_per_second,
-        "read_bytes_per_second": roofline.read_bytes_per_second,
-        "int8_ops_per_second": roofline.int8_ops_per_second,
+        "memory_share": step_bytes and step_bytes / seconds / roofline["read_bytes_per_second"],
+        "int8_share": operations / seconds / roofline["int8_ops_per_second"],
+        "read_bytes_per_second": roofline["read_bytes_per_second"],
+        "int8_ops_per_second": roofline["int8_ops_per_second"],
         "load_seconds": loaded["load_seconds"],
         "resident_bytes": job.answers[-1]["resident_bytes"],  # of the engine's whole process
         "others_share": others_share,  # of the processors' time, during the run

@@ -9,9 +9,8 @@ measured in the same minutes as the speeds.
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 READ_BYTES = 512 << 20
 """More than any cache holds."""
@@ -39,17 +38,6 @@ def turns(groups: Iterable[Sequence[T]], rounds: int) -> Iterator[tuple[int, T]]
                 yield turn, job
 
 
-@dataclass(frozen=True, kw_only=True)
-class Roofline:
-    """The best of a run."""
-
-    threads: int
-    isa: str
-    read_bytes_per_second: float
-    int8_ops_per_second: float
-    """A multiply-add is two operations."""
-
-
 class RooflineMeter:
     """Measures the roofline of one thread count, a visit at a time, between other measurements."""
 
@@ -68,14 +56,10 @@ class RooflineMeter:
         for isa, best in self._int8.items():
             self._int8[isa] = max(best, self._meter.int8_rate(isa, _LOOP_SECONDS))
 
-    def result(self, isa: str) -> Roofline:
-        """The best of the visits so far."""
-        return Roofline(
-            threads=self.threads,
-            isa=isa,
-            read_bytes_per_second=self._read,
-            int8_ops_per_second=self._int8[isa],
-        )
+    def result(self, isa: str) -> dict[str, Any]:
+        """The best of the visits so far; a multiply-add is two operations."""
+        speeds = {"read_bytes_per_second": self._read, "int8_ops_per_second": self._int8[isa]}
+        return {"threads": self.threads, "isa": isa, **speeds}
 
 
 class Contention:

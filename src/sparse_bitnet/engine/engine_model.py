@@ -99,13 +99,7 @@ def open_engine_model(path: str | Path) -> EngineModel:
             f"activation={metadata.format.activation}; use --engine transformers"
         )
     model = EngineModel(folder=folder, file=file, metadata=metadata, architecture=architecture)
-    _check_tensors(model)
-    return model
-
-
-def _check_tensors(model: EngineModel) -> None:
-    entries, path = model.file.entries, model.file.path
-    wanted = _wanted(model)
+    entries, path, wanted = file.entries, file.path, _wanted(model)
     for name, (dtypes, shape) in wanted.items():
         entry = entries.get(name)
         if entry is None:
@@ -122,9 +116,10 @@ def _check_tensors(model: EngineModel) -> None:
             )
     if unknown := sorted(entries.keys() - wanted.keys()):
         raise EngineLacks(
-            f"{path}: tensor {unknown[0]} is not part of the {model.architecture.model_type} model that "
+            f"{path}: tensor {unknown[0]} is not part of the {architecture.model_type} model that "
             "config.json describes"
         )
+    return model
 
 
 def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:

@@ -37,13 +37,9 @@ _TIE = 1.02
 def choose_format(
     pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
 ) -> str:
-    """The run-time format with which one token is fastest, measured now or earlier.
+    """The run-time format with which `pool` multiplies one token fastest, measured now or earlier.
 
-    Args:
-        pattern: of the weights.
-        pool: the threads that will multiply.
-        kernels: of an instruction set.
-        exact: every group of weights has n non-zeros.
+    `exact`: every group of weights has n non-zeros.
     """
     coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
     key = f"{__version__} | {_cpu_model()} | {kernels.isa} | {pool.threads} threads | {coded}"

@@ -96,8 +96,7 @@ def load_weights(
 
     Args:
         model: the opened file.
-        kernels: of an instruction set.
-        pool: threads to do it with.
+        kernels, pool: what reads them.
         weight_format: a key of `FORMATS` in which the model can be multiplied.
         head_format: what `choose_head` returned.
         is_mapped: whether rows that lie in the file as they would in memory stay there.
