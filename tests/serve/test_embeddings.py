@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/embeddings through the real `openai` client: pooled states of transformers, of unit length."""
 
-import base64
 import json
 
 import numpy as np
@@ -14,7 +13,7 @@ from scripted_engine import ScriptedEngine, greedy, logits_after
 from serving_thread import byte_tokenizer, server
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
-from sparse_bitnet.generation.pooling import PooledStates, read_pooling
+from sparse_bitnet.generation.pooling import read_pooling
 
 VOCAB = 257
 TOKENIZER = byte_tokenizer()
@@ -101,17 +100,6 @@ def test_more_texts_than_run_at_once_beside_a_chat(client):
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == expected
 
 
-def test_base64_is_little_endian_float32(served):
-    body = {"model": "scripted", "input": "hello", "encoding_format": "base64", "user": "me"}
-    with served.http() as http:
-        answer = http.post("/v1/embeddings", json=body)
-    assert answer.headers["X-Ignored-Parameters"] == "user"
-    raw = base64.b64decode(answer.json()["data"][0]["embedding"])
-    np.testing.assert_allclose(
-        np.frombuffer(raw, "<f4"), unit(logits_after(TOKENIZER.encode("hello"), 8)), rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -146,17 +134,6 @@ def test_a_failure_is_an_error_and_the_others_end():
             embed(own, ["a", "b", "c!", *["d"] * 20])
         assert running.is_idle()
         assert len(embed(own, "a").data) == 1
-
-
-def test_pooling_in_pieces_is_that_of_all_states():
-    rows = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
-    weights = np.arange(1, 8) / 28
-    expected = {"lasttoken": rows[-1], "mean": rows.mean(0), "weightedmean": weights @ rows}
-    for pooling, vector in expected.items():
-        pooled = PooledStates(pooling)
-        for part in np.split(rows, [1, 4]):
-            pooled.add(part)
-        np.testing.assert_allclose(pooled.vector(), vector, rtol=1e-5)
 
 
 def test_pooling_is_that_of_sentence_transformers_files(tmp_path, folder):

@@ -148,18 +148,6 @@ def test_tokens_of_texts_and_chats():
         assert http.post("/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
 
 
-def test_a_client_that_reads_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(http_server, "_STALL_SECONDS", 0.1)
-    with server(engine()) as running:
-        host, port = running.url.removeprefix("http://").split(":")
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect((host, int(port)))
-            # Pages of 15 KB each: more than the buffers between hold.
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
-            wait_for(lambda: not running.connections)
-
-
 def test_a_stream_that_nobody_reads_gives_its_slot_back(monkeypatch):
     def listening(host, port):
         bound = listen(host, port)

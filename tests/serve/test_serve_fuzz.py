@@ -8,19 +8,13 @@ import socket
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import server
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
-KNOWN = [
-    "model prompt messages stream stream_options max_tokens n stop temperature top_p top_k min_p",
-    "repetition_penalty seed frequency_penalty logit_bias user echo logprobs best_of suffix tools",
-    "max_completion_tokens top_logprobs response_format metadata",
-]
-NAMES = " ".join(KNOWN).split()
 JSON = {"Content-Type": "application/json"}
 HUGE = 10**400
 DAMAGED = "its weights are damaged"
@@ -52,18 +46,7 @@ def served():
             assert http.get("/health").json()["status"] == "ok"
 
 
-scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.sampled_from([HUGE, 2**64]), st.floats(), st.text()
-)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=12,
-)
-bodies = values | st.fixed_dictionaries(
-    {"model": st.just("scripted")}, optional=dict.fromkeys(NAMES[1:], values)
-)
-# Mostly valid, so that generations run, at the edges of what is allowed.
+# Valid, so that generations run, at the edges of what is allowed.
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 valid = {
     "stream": st.booleans(),
@@ -81,7 +64,6 @@ valid = {
     "presence_penalty": st.floats(-2, 2),
     "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
     "seed": st.integers(-(2**63), 2**64 - 1),
-    "user": values,
 }
 good_completions = st.fixed_dictionaries(
     {
@@ -158,17 +140,6 @@ fuzz = settings(
 
 
 @fuzz
-@given(path=st.sampled_from(PATHS), body=bodies)
-@example(path=PATHS[0], body={"model": "scripted", "prompt": "a", "seed": HUGE})
-@example(path=PATHS[0], body={"model": "scripted", "prompt": [HUGE]})
-@example(path=PATHS[0], body={"model": "scripted", "prompt": "\x00\ud800"})
-@example(path=PATHS[0], body={"model": "scripted", "prompt": "a", "stop": "a" * 1001})
-@example(path=PATHS[1], body={"model": "scripted", "messages": [{"role": "user", "content": ""}]})
-def test_random_json(served, path, body):
-    check(served[1].post(path, content=encoded(body), headers=JSON))
-
-
-@fuzz
 @given(bodies=st.tuples(good_completions, good_chats))
 def test_random_valid_requests(served, bodies):
     for path, body in zip(PATHS, bodies, strict=True):
@@ -194,11 +165,13 @@ def test_random_valid_requests(served, bodies):
         b'{"model":"scripted","messages":[' + b"1," * 400_000 + b"1]}",
         b'{"' + b"k" * 900_000 + b'":1}',
         b"{" + b",".join(b'"k%d":1' % i for i in range(60_000)) + b"}",
+        b'{"model":"scripted","prompt":"a","seed":1' + b"0" * 400 + b"}",
+        b'{"model":"scripted","prompt":["' + b"a" * 1001 + b'"],"stop":"' + b"a" * 1001 + b'"}',
         b"",
         b"null",
         b"\x00",
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_hostile_bodies(served, body):
     for path in PATHS:

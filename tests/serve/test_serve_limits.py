@@ -3,25 +3,29 @@
 
 import asyncio
 import concurrent.futures
+import json
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
+from starlette.requests import ClientDisconnect
 
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, application, server
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.serve import answer
+from sparse_bitnet.serve import answer, generations
 from sparse_bitnet.serve.http_server import listen, serve
 
 VOCAB = 257
@@ -248,3 +252,67 @@ def test_a_stream_that_waits_is_kept_alive(monkeypatch):
     may_end = asyncio.Event()
     seen = asyncio.run(read())
     assert (seen[0], seen[1], seen[-1]) == (b"first", b": keep-alive\n\n", b"last")
+
+
+def test_a_lane_keeps_its_slots(monkeypatch):
+    """Whoever waits for one leaves, is one too many, or waits too long."""
+    monkeypatch.setattr(answer, "_LONGEST_WAIT", 0.05)
+    may_end = threading.Event()
+
+    async def run(lane, work=list, is_gone=False):
+        async def is_disconnected():
+            return is_gone
+
+        return await lane.run(SimpleNamespace(is_disconnected=is_disconnected), work)
+
+    async def main():
+        lane = answer.Lane(1, 2)
+        first = asyncio.create_task(run(lane, may_end.wait))
+        await asyncio.sleep(0)
+        left, *waiting = [asyncio.create_task(run(lane)) for _ in range(4)]
+        await asyncio.sleep(0)
+        left.cancel()
+        refused = await asyncio.gather(left, *waiting, return_exceptions=True)
+        may_end.set()
+        assert await first
+        with pytest.raises(ClientDisconnect):
+            await run(lane, is_gone=True)
+        return refused, await run(lane)
+
+    (left, *refused), after = asyncio.run(main())
+    assert isinstance(left, asyncio.CancelledError)
+    assert [(error.status, error.body["error"]["code"]) for error in refused] == [
+        (429, "queue_full")
+    ] * 3
+    assert after == []
+
+
+def post(running, **fields):
+    with running.http() as http:
+        return http.post("/v1/completions", json={"model": "scripted", "temperature": 0} | fields)
+
+
+def test_too_many_log_probabilities_are_refused(monkeypatch):
+    monkeypatch.setattr(generations, "_MOST_LOGPROBS", 200)
+    fields = {"echo": True, "logprobs": 1, "n": 2, "max_tokens": 10}
+    with server(ScriptedEngine(vocab_size=VOCAB)) as running:
+        assert post(running, prompt="a" * 40, **fields).status_code == 200
+        refused = post(running, prompt="a" * 41, **fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_large_answers_are_the_same_whole_and_streamed():
+    fields = {"prompt": [f"{i}" * 900 for i in range(9)], "echo": True, "logprobs": 20}
+    with server(ScriptedEngine(vocab_size=VOCAB)) as running:
+        whole = post(running, max_tokens=100, **fields)
+        text = post(running, max_tokens=100, stream=True, **fields).text
+    assert "content-length" not in whole.headers, "written as it is sent"
+    events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+    assert max(len(event["choices"][0]["text"]) for event in events) <= 900
+    choices = [event["choices"][0] for event in events]
+    for choice in whole.json()["choices"]:
+        parts = [part for part in choices if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            pieces = [part["logprobs"][name] or [] for part in parts if part["logprobs"]]
+            assert [value for piece in pieces for value in piece] == values, name

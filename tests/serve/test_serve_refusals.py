@@ -42,6 +42,8 @@ def served():
         (400, "stop", None, {"stop": [""]}),
         (400, "n", None, {"n": 0}),
         (400, "n", None, {"n": 100}),
+        (400, "n", None, {"prompt": ["a"] * 128, "n": 128}),
+        (400, None, "context_length_exceeded", {"prompt": ["a", "x" * 900_000]}),
         (400, "frequency_penalty", None, {"frequency_penalty": 2.5}),
         (400, "presence_penalty", None, {"presence_penalty": "1"}),
         (400, "logit_bias", None, {"logit_bias": {"5": 101}}),

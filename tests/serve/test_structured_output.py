@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from test_serve_limits import wait_for
 
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, byte_tokenizer, server
-from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
+from sparse_bitnet.generation.grammar import TokenGrammars
 
 TOKENIZER = byte_tokenizer()
 SCHEMA = {
@@ -146,33 +145,6 @@ def test_grammars_that_take_long_hold_up_no_other_requests(client, monkeypatch):
             may_end.set()
         texts = [answer.result().choices[0].message.content for answer in answers]
     assert texts == ["a" * count for count in range(1, 41)]
-
-
-def test_grammars_of_clients_that_have_left_are_not_tried(monkeypatch):
-    start, may_end, started = TokenGrammars.start, threading.Event(), []
-
-    def slow(grammars, grammar):
-        started.append(grammar)
-        may_end.wait()
-        return start(grammars, grammar)
-
-    monkeypatch.setattr(TokenGrammars, "start", slow)
-    engine = ScriptedEngine(vocab_size=300, logits=ending_soon)
-    with server(engine) as running, running.client() as client, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(chat, client, extra_body={"guided_regex": "a"})
-        try:
-            wait_for(lambda: started)
-            for pattern in "bcd":
-                with (
-                    running.client(timeout=0.2) as impatient,
-                    pytest.raises(openai.APITimeoutError),
-                ):
-                    chat(impatient, extra_body={"guided_regex": pattern})
-        finally:
-            may_end.set()
-        assert first.result().choices[0].message.content == "a"
-        assert chat(client, extra_body={"guided_regex": "e"}).choices[0].message.content == "e"
-    assert started == [Grammar.regex("a"), Grammar.regex("e")]
 
 
 @pytest.mark.parametrize(

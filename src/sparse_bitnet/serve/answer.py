@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generations of one request on their way to the client: as one object, or as events."""
+"""The generations of one request on their way to the client: as one object, as events, or as vectors."""
 
 import asyncio
 import re
@@ -19,10 +19,17 @@ from sparse_bitnet.generation.grammar import FormLost
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output, TokenScore
 from sparse_bitnet.generation.scheduler import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.generations import Deliver, Prepared, ServedModel, requests_of, try_form
-from sparse_bitnet.serve.replies import ChatReply, Choice, Reply, call_reader
+from sparse_bitnet.serve.generations import (
+    Deliver,
+    Prepared,
+    ServedModel,
+    embedding_requests,
+    requests_of,
+    try_form,
+)
+from sparse_bitnet.serve.replies import ChatReply, Choice, Reply, call_reader, vectors_reply
 from sparse_bitnet.serve.responses import ResponsesBody, ResponsesReply, own_names
-from sparse_bitnet.serve.schema import Body, ChatBody, parse_body
+from sparse_bitnet.serve.schema import Body, ChatBody, EmbeddingsBody, parse_body
 
 Result = TypeVar("Result")
 Outputs = asyncio.Queue[tuple[int, Output]]
@@ -127,6 +134,32 @@ class Answering:
                 await _collect(choices, outputs)
             response = await json_response(reply.whole(choices))
         name_ignored(response, ignored)
+        return response
+
+    async def embeddings(self, raw: bytes, request: Request) -> Response:
+        """A vector of each text, computed between the steps of others. Raises `ApiError`."""
+        outputs, deliver = self.outputs()
+
+        def read() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
+            body = parse_body(EmbeddingsBody, raw)
+            return body, embedding_requests(body, self._model, self._scheduler, deliver)
+
+        body, requests = await self.beside(request, raw, read)
+        generations: list[Generation] = []
+        request.scope["generations"] = generations
+        # So many at once as can run: what others ask meanwhile comes between them.
+        wave = self._scheduler.max_running
+        async with cancelled_when_gone(request, self._scheduler, generations):
+            for start in range(0, len(requests), wave):
+                if generations and generations[0].cancel_asked:
+                    raise ApiError(499, "cancelled")
+                generations += self.submit(requests[start : start + wave])
+                for _ in requests[start : start + wave]:
+                    index, output = await outputs.get()
+                    if output.finish != "stop":
+                        raise failure(generations[index])
+        response = await json_response(vectors_reply(self._model.name, body, generations))
+        name_ignored(response, body.ignored)
         return response
 
     async def beside(self, request: Request, raw: bytes, read: Callable[[], Result]) -> Result:

@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.embeddings import embeddings
 from sparse_bitnet.serve.entrance import AllowedHosts, Entrance
 from sparse_bitnet.serve.generations import ServedModel, chat_text, encode
 from sparse_bitnet.serve.messages import StrictModel
@@ -123,7 +122,7 @@ def create_app(
     answer_posts("/v1/completions", partial(answering.answer, CompletionBody))
     answer_posts("/v1/chat/completions", partial(answering.answer, ChatBody))
     answer_posts("/v1/responses", partial(answering.answer, ResponsesBody))
-    answer_posts("/v1/embeddings", partial(embeddings, answering, model, scheduler))
+    answer_posts("/v1/embeddings", answering.embeddings)
     answer_posts("/tokenize", partial(converted, tokenize))
     answer_posts("/detokenize", partial(converted, detokenize))
 

@@ -17,11 +17,14 @@ from sparse_bitnet.generation.request import Generation, GenerationRequest, Outp
 from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody
+from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, EmbeddingsBody, listed
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought, tool_grammar
 
 _MOST_LOGPROBS = 1 << 21
 """In one answer: they take 100 bytes each while it grows."""
+
+_MOST_NUMBERS = 1 << 22
+"""Of the vectors in one answer."""
 
 Deliver = Callable[[int, Generation, Output], None]
 """Takes output of the generation of that number, in the scheduler's thread."""
@@ -135,6 +138,35 @@ def requests_of(
         ignored=body.ignored | cut,
         echo=echo,
     )
+
+
+def embedding_requests(
+    body: EmbeddingsBody, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
+) -> list[GenerationRequest]:
+    """Make a request for each input. Raises `ApiError` for a body that asks for more than there is."""
+    model.check_name(body.model)
+    if model.pooling is None:
+        raise ApiError(400, f"the model {model.name!r} gives no embeddings", code="no_embeddings")
+    inputs, size = listed(body.input), body.dimensions or model.hidden_size
+    if size > model.hidden_size:
+        message = f"dimensions {size}: the model's vectors have {model.hidden_size}"
+        raise ApiError(400, message, param="dimensions")
+    if len(inputs) * size > _MOST_NUMBERS:
+        raise ApiError(
+            400,
+            f"{len(inputs)} vectors of {size} numbers: this server gives {_MOST_NUMBERS:,} numbers at "
+            "once; send fewer inputs",
+            param="input",
+        )
+    return [
+        GenerationRequest(
+            prompt=prompt_tokens(given, model, scheduler.capacity, "input"),
+            max_tokens=0,
+            pooling=model.pooling,
+            deliver=partial(deliver, index),
+        )
+        for index, given in enumerate(inputs)
+    ]
 
 
 def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:

@@ -184,16 +184,3 @@ class Tool(Replayed):
 
     type: Literal["function"]
     function: FunctionTool
-
-
-class NamedFunction(StrictModel):
-    """The name alone."""
-
-    name: str
-
-
-class NamedTool(StrictModel):
-    """The one that is to be called."""
-
-    type: Literal["function"]
-    function: NamedFunction

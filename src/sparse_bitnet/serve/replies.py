@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server answers: OpenAI's completion and chat objects, whole or as stream chunks."""
+"""What the server answers: OpenAI's completions, chats, whole or as stream chunks, and embeddings."""
 
+import base64
 import json
 import time
 import uuid
@@ -8,11 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from sparse_bitnet.generation.request import Generation, TokenScore
 from sparse_bitnet.generation.text import TextStream
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
-from sparse_bitnet.serve.schema import Body, ChatBody
+from sparse_bitnet.serve.schema import Body, ChatBody, EmbeddingsBody
 from sparse_bitnet.serve.tool_calls import CallPiece, ToolCallReader
 
 _PIECES = 1 << 12
@@ -264,3 +267,28 @@ def call_reader(model: ServedModel, body: Body) -> ToolCallReader | None:
         return None
     names = frozenset(function.name for function in body.functions)
     return ToolCallReader(model.tool_syntax, names, in_thought=body._in_thought)
+
+
+def vectors_reply(
+    name: str, body: EmbeddingsBody, generations: Sequence[Generation]
+) -> Iterator[bytes]:
+    """The answer of /v1/embeddings, in blocks."""
+
+    def entry(index: int, vector: np.ndarray) -> dict[str, Any]:
+        vector = vector[: body.dimensions].astype("<f4")
+        vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        embedding: Any = map(float, vector)
+        if body.encoding_format == "base64":
+            embedding = base64.b64encode(vector.tobytes()).decode()
+        return {"object": "embedding", "index": index, "embedding": embedding}
+
+    tokens = sum(generation.prompt_tokens for generation in generations)
+    vectors = [generation.embedding for generation in generations]
+    yield from json_blocks(
+        {
+            "object": "list",
+            "data": (entry(index, v) for index, v in enumerate(vectors) if v is not None),
+            "model": name,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )

@@ -13,12 +13,17 @@ from pydantic import Field
 from sparse_bitnet.generation.request import TokenScore
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
-from sparse_bitnet.serve.messages import NamedFunction, StrictModel
+from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.replies import Choice, Reply, dumped
 from sparse_bitnet.serve.schema import ChatBody, Limit, Neutral, TolerantBody, parse_body
 from sparse_bitnet.serve.tool_calls import CallPiece
 
-_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
 """A chat's parameters by their names here, where they have others."""
 # fmt: off
 _COMMON = frozenset({
@@ -43,19 +48,6 @@ class TextOptions(StrictModel):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(StrictModel):
-    """About thoughts."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
-class FlatChoice(NamedFunction):
-    """The one that is to be called."""
-
-    type: Literal["function"]
-
-
 class ResponsesBody(TolerantBody):
     """POST /v1/responses. Items and tools are those of a chat, in another shape; kinds that exist only at
     OpenAI's are ignored."""
@@ -66,9 +58,9 @@ class ResponsesBody(TolerantBody):
     stream: bool | None = False
     stream_options: StreamPadding | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
 
     neutral: ClassVar[Neutral] = TolerantBody.neutral | {
         "previous_response_id": (),
@@ -93,9 +85,8 @@ class ResponsesBody(TolerantBody):
         """Return the same as a chat. Raises `ApiError`, in the chat's names, for what it would refuse."""
         given = {name: value for name, value in (self.model_extra or {}).items() if name in _COMMON}
         given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
-        given["max_tokens"] = self.max_output_tokens
-        if self.reasoning is not None:
-            given["reasoning_effort"] = self.reasoning.effort
+        given |= {"max_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
+        given["reasoning_effort"] = (self.reasoning or {}).get("effort")
         if self.text is not None and self.text.format is not None:
             form = {n: value for n, value in self.text.format.items() if value is not None}
             if form.get("type") == "json_schema":
@@ -105,11 +96,6 @@ class ResponsesBody(TolerantBody):
             {"type": tool.get("type"), "function": {n: tool[n] for n in tool if n != "type"}}
             for tool in self.functions
         ]
-        choice = self.tool_choice
-        if isinstance(choice, FlatChoice):
-            given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        else:
-            given["tool_choice"] = choice
         return parse_body(ChatBody, given)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -147,6 +133,7 @@ class ResponsesBody(TolerantBody):
         kinds |= {
             f"tools.{tool['type']}" for tool in self.tools or () if tool not in self.functions
         }
+        kinds |= {f"reasoning.{n}" for n in (self.reasoning or {}).keys() - {"effort", "summary"}}
         own = {str(_NAMES.get(name, name)).replace(".function.", ".") for name in ignored}
         return {name for name in own if not name.startswith("messages.")} | kinds | self.ignored
 
@@ -173,7 +160,7 @@ class ResponsesReply(Reply):
         self._output: list[dict[str, Any]] = []
         self._number = 0
         form = asked.text.format if asked.text is not None else None
-        choice, absent = asked.tool_choice, dict.fromkeys(("description", "parameters", "strict"))
+        absent = dict.fromkeys(("description", "parameters", "strict"))
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -192,9 +179,7 @@ class ResponsesReply(Reply):
             "store": False,
             "temperature": body.temperature,
             "text": {"format": form or {"type": "text"}},
-            "tool_choice": choice.model_dump()
-            if isinstance(choice, FlatChoice)
-            else choice or "auto",
+            "tool_choice": asked.tool_choice or "auto",
             "tools": [absent | tool for tool in asked.functions],
             "top_p": body.top_p,
             "truncation": "disabled",

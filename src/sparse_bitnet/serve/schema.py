@@ -17,7 +17,6 @@ from sparse_bitnet.serve.api_error import ApiError, invalid_body
 from sparse_bitnet.serve.messages import (
     FunctionTool,
     Message,
-    NamedTool,
     StrictModel,
     Tool,
     ignored_below,
@@ -326,7 +325,8 @@ class ChatBody(_Body):
     continue_final_message: bool | None = None
     """vLLM's; without either, an assistant's message at the end is continued."""
     tools: Annotated[list[Tool] | None, Field(max_length=128, fail_fast=True)] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    """An object names the function that has to be called, as chats or as /v1/responses write it."""
     parallel_tool_calls: bool | None = None
 
     _in_thought: bool = PrivateAttr(False)
@@ -353,7 +353,10 @@ class ChatBody(_Body):
     def named_function(self) -> str | None:
         """The one that has to be called."""
         choice = self.tool_choice
-        return choice.function.name if isinstance(choice, NamedTool) else None
+        if not isinstance(choice, dict):
+            return None
+        named = choice.get("function", choice)
+        return str(named.get("name", "")) if isinstance(named, dict) else ""
 
     @property
     def calls_are_forced(self) -> bool:
@@ -399,6 +402,19 @@ class ChatBody(_Body):
             raise ApiError(400, message, param="tool_choice")
         if self.tool_choice == "required" and not names:
             raise ApiError(400, "tool_choice required needs tools", param="tool_choice")
+
+
+class EmbeddingsBody(TolerantBody):
+    """POST /v1/embeddings"""
+
+    input: (
+        str
+        | TokenIds
+        | Annotated[list[str | TokenIds], Field(min_length=1, max_length=2048, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """This many numbers from the front, of unit length again."""
 
 
 Body = CompletionBody | ChatBody
