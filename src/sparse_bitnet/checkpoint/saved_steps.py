@@ -103,19 +103,17 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
             reading.
     """
     try:
-        state = json.loads((checkpoint.path / STATE).read_bytes())
-        files = sorted(state.get("files", {}).items())
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        files = json.loads((checkpoint.path / STATE).read_bytes())["files"]
+        for name, expected in sorted(files.items())[part::parts]:
+            checksum = f"{file_crc32(file_inside(checkpoint.path, name, STATE)):08x}"
+            if checksum != expected:
+                return f"{name} is damaged (checksum {checksum}, written as {expected})"
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror or error})"
+    except UserError as error:
+        return str(error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{STATE} is damaged ({error})"
-    for name, expected in files[part::parts]:
-        try:
-            found = f"{file_crc32(file_inside(checkpoint.path, name, STATE)):08x}"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror or error})"
-        except UserError as error:
-            return str(error)
-        if found != expected:
-            return f"{name} is damaged (checksum {found}, written as {expected})"
     return None
 
 
