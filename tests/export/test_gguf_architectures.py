@@ -129,7 +129,7 @@ def centred(values: np.ndarray) -> np.ndarray:
 
 
 def llama_cpp_logits(file: Path, tokens: np.ndarray) -> np.ndarray:
-    from sparse_bitnet.export.readers import LlamaCppReader
+    from sparse_bitnet.export.verify import LlamaCppReader
 
     reader = LlamaCppReader(file, 64)
     try:
@@ -231,7 +231,7 @@ def test_a_sentence_piece_tokenizer_comes_back(packed, tmp_path: Path) -> None:
     assert [back.encode(text) for text in texts] == expected
     assert [back.decode(ids) for ids in expected] == list(texts)
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
-    from sparse_bitnet.export.readers import LlamaCppReader
+    from sparse_bitnet.export.verify import LlamaCppReader
 
     reader = LlamaCppReader(file, 64)
     assert [reader.tokenise(text) for text in texts] == expected

@@ -121,7 +121,7 @@ def test_pre_tokenizers_as_published_tokenizers_spell_them(changed, steps, name)
     pre_tokenizer = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
     folder = changed(pre_tokenizer=pre_tokenizer, normalizer=None)
     if name is None:
-        with pytest.raises(UserError, match="not one of those that the GGUF export knows"):
+        with pytest.raises(UserError, match="is not one of those that the GGUF export knows"):
             read_vocabulary(folder, 392)
         return
     assert read_vocabulary(folder, 392).pre_tokenizer == name
@@ -146,11 +146,14 @@ def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "not one of those that the GGUF export knows"),
+        (
+            {"pre_tokenizer": {"type": "Whitespace"}},
+            "is not one of those that the GGUF export knows",
+        ),
         ({"normalizer": {"type": "Lowercase"}}, "normaliser Lowercase is not available"),
         ({"model": {"type": "Unigram"}}, "not a plain BPE"),
         ({"model": {"byte_fallback": True}}, "splits text as llama.cpp's SentencePiece does not"),
-        ({"model": {"ignore_merges": True}}, "ignore_merges is True"),
+        ({"model": {"ignore_merges": True}}, "with ignore_merges True, is not one of those"),
     ],
 )
 def test_what_llama_cpp_would_read_differently_is_refused(changed, changes, message: str) -> None:

@@ -15,7 +15,7 @@ from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.folder_formats import FOLDER_FORMATS
+from sparse_bitnet.export.folder_formats import check
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes
@@ -37,7 +37,7 @@ def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None
     name = "model.layers.0.mlp.up_proj"
     other = changed(source, layers=source.layers | {name: (190, 64)})
     with pytest.raises(UserError, match=rf"layer {name} has 190 rows.*compressed-tensors-w8a8"):
-        FOLDER_FORMATS["bitnet"].check(other)
+        check(other, "bitnet")
 
 
 @pytest.mark.parametrize(("embeddings", "bound"), [("f32", 2e-5), ("bf16", 0.02)])

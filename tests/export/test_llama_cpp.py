@@ -11,8 +11,7 @@ import torch
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.readers import open_reader
-from sparse_bitnet.export.verify import PARAGRAPH
+from sparse_bitnet.export.verify import PARAGRAPH, open_reader
 
 pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
 

@@ -16,7 +16,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.folder_formats import require_ternary_int8
+from sparse_bitnet.export.folder_formats import check
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
 
@@ -104,7 +104,7 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
     with pytest.raises(
         UserError, match="full-2:4: bitnet holds ternary weights; use --format dense"
     ):
-        require_ternary_int8(source, "bitnet")
+        check(source, "bitnet")
 
 
 def test_what_is_no_checkpoint_of_ours_is_refused(edited, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
-from sparse_bitnet.export.pack_check import check_packed
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.export.verify import check_packed
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.packing.formats import FORMATS

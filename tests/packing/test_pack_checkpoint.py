@@ -52,7 +52,7 @@ def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format:
         masters.pop(f"{name}.weight")
     assert packed.keys() == masters.keys()
     assert all(torch.equal(packed[name], masters[name]) for name in masters)
-    assert result.weights == sum(rows * columns for rows, columns in layers.values())
+    assert result.metadata.weights == sum(rows * columns for rows, columns in layers.values())
     assert result.file_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
 
 

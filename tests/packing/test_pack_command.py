@@ -10,8 +10,9 @@ import torch
 
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import pack as command
+from sparse_bitnet.cli.import_ import ImportConfig
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import pack_check as check
+from sparse_bitnet.export import verify
 from sparse_bitnet.packing.formats import FORMATS
 from sparse_bitnet.packing.metadata import EMBEDDINGS
 
@@ -19,9 +20,11 @@ Trained = Callable[..., Path]
 
 
 def test_choices_are_those_of_the_package() -> None:
-    hints = get_type_hints(command.PackConfig)
-    assert get_args(hints["format"]) == ("auto", *FORMATS)
-    assert get_args(hints["embeddings"]) == ("auto", *EMBEDDINGS)
+    for config, field in ((command.PackConfig, "format"), (ImportConfig, "packed")):
+        hints = get_type_hints(config)
+        choices = [name for each in get_args(hints[field]) for name in get_args(each) or (each,)]
+        assert choices[: len(FORMATS) + 1] == ["auto", *FORMATS]
+        assert get_args(hints["embeddings"]) == ("auto", *EMBEDDINGS)
 
 
 def test_packs_and_compares(
@@ -46,14 +49,8 @@ def test_without_the_comparison(
 def test_a_difference_is_an_error(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    different = check.PackCheck(tokens=1, exact=False, largest_difference=0.5, kl_divergence=0.1)
-    monkeypatch.setattr(check, "check_packed", lambda source, packed: different)
+    different = verify.PackCheck(tokens=1, exact=False, largest_difference=0.5, kl_divergence=0.1)
+    monkeypatch.setattr(verify, "check_packed", lambda source, packed: different)
     with pytest.raises(UserError, match="would not compute what the trained model computes"):
         command.main([str(trained()), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-
-
-def test_models_of_another_vocabulary_are_not_compared(trained: Trained, tmp_path: Path) -> None:
-    command.main([str(trained()), str(tmp_path / "out"), "--no-check"])
-    with pytest.raises(UserError, match="different vocabularies"):
-        check.check_packed(trained(vocab_size=128), tmp_path / "out")

@@ -11,8 +11,8 @@ from sparse_bitnet.errors import UserError, refuse_unused
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparse_bitnet.export.pack_check import PackCheck
     from sparse_bitnet.export.pack_checkpoint import PackedSize, PackResult
+    from sparse_bitnet.export.verify import PackCheck
 
 
 @dataclass(kw_only=True)
@@ -49,8 +49,8 @@ def main(
     """
     from rich.console import Console
 
-    from sparse_bitnet.export.pack_check import check_packed
     from sparse_bitnet.export.pack_checkpoint import pack_checkpoint, packed_sizes
+    from sparse_bitnet.export.verify import check_packed
     from sparse_bitnet.progress import Progress
 
     console = Console(markup=False)
@@ -88,7 +88,8 @@ def _print_result(console: "Console", packed: "PackResult") -> None:
     table.add_column("part")
     table.add_column("bytes", justify="right")
     table.add_row(
-        f"{packed.weights:,} ternary weights, {packed.bits_per_weight:.4f} bits each",
+        f"{metadata.weights:,} ternary weights, {8 * packed.weight_bytes / metadata.weights:.4f} bits "
+        "each",
         f"{packed.weight_bytes:,}",
     )
     table.add_row(f"embeddings, {metadata.embeddings}", f"{packed.embedding_bytes:,}")
@@ -108,7 +109,7 @@ def _print_sizes(console: "Console", sizes: list["PackedSize"]) -> None:
     for size in sizes:
         name = size.metadata.packed_format + (" (auto)" if size is sizes[0] else "")
         megabytes = (f"{count / 1e6:,.1f}" for count in (size.weight_bytes, size.total_bytes))
-        table.add_row(name, f"{size.bits_per_weight:.4f}", *megabytes)
+        table.add_row(name, f"{8 * size.weight_bytes / first.weights:.4f}", *megabytes)
     console.print(table)
 
 

@@ -14,13 +14,11 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import gguf_export
+from sparse_bitnet.export import folder_formats, gguf_export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.folder_formats import DENSE_WARNING, FOLDER_FORMATS
 from sparse_bitnet.export.hf_folder import check_new_folder, write_folder
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
-from sparse_bitnet.export.readers import absent_reader
-from sparse_bitnet.export.verify import Verification, text_to_verify, verify
+from sparse_bitnet.export.verify import Verification, absent_reader, text_to_verify, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
 from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
 from sparse_bitnet.progress import OnProgress
@@ -67,18 +65,22 @@ def export(
     if config.verify and (absent := absent_reader(config.format)):
         raise UserError(f"--verify: {absent}; without --verify the export needs none")
     source = open_checkpoint(checkpoint, "trained", "packed")
-    if config.verify and config.format.startswith("gguf"):
-        gguf_export.check_reader(source, _block(config))
+    block = _block(config)
+    if config.verify and block is not None:
+        gguf_export.check_reader(source, block)
     text = text_to_verify(source, config) if config.verify else None
     write(source, out, config, on_progress)
     verification = None
     if text is not None:
         verification = verify(source, out, config, text, on_verified)
         write_atomic(out / "README.md", _card(source, config, verification))
+    warning = None if block is None else gguf_export.notes(source, block)
+    if config.format == "dense" and source.format.weight == "ternary":
+        warning = folder_formats.DENSE_WARNING
     return Export(
         folder=out,
         nbytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
-        warning=_warning(source, config),
+        warning=warning,
         verification=verification,
     )
 
@@ -93,28 +95,26 @@ def write(
             f"{source.folder} was trained with activation={source.format.activation}, which transforms "
             "what layers take; no other tool's format says so: run it with --engine transformers"
         )
-    _check_tensors(source, holds_linear_norms=config.format.startswith("gguf"))
-    card = _card(source, config, None)
-    if config.format in FOLDER_FORMATS:
-        format, dtype = FOLDER_FORMATS[config.format], DTYPES[config.embeddings]
-        format.check(source)
-        write_folder(
-            out,
-            source,
-            format.deferred_tensors(source, dtype),
-            dtype=dtype,
-            quantization_config=format.quantization_config(source),
-            model_card=card,
-            on_progress=on_progress,
-        )
-        return
     block = _block(config)
-    vocabulary = gguf_export.check(source, block, config.embeddings)
-    tensors = gguf_export.gguf_tensors(source, block, config.embeddings)
-    with atomic_folder(out) as folder:
-        path = folder / gguf_file_name(config.format)
-        gguf_export.write(path, source, tensors, vocabulary, block, on_progress)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+    _check_tensors(source, holds_linear_norms=block is not None)
+    card = _card(source, config, None)
+    if block is not None:
+        with atomic_folder(out) as folder:
+            path = folder / gguf_file_name(config.format)
+            gguf_export.write(path, source, block, config.embeddings, on_progress)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        return
+    dtype = DTYPES[config.embeddings]
+    folder_formats.check(source, config.format)
+    write_folder(
+        out,
+        source,
+        folder_formats.deferred_tensors(source, config.format, dtype),
+        dtype=dtype,
+        quantization_config=folder_formats.quantization_config(source, config.format),
+        model_card=card,
+        on_progress=on_progress,
+    )
 
 
 def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
@@ -125,17 +125,17 @@ def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(source.model()).items()}
     if holds_linear_norms and LINEAR_NORMS in source.config:
         wanted |= {f"{name}.norm.weight": (shape[1],) for name, shape in source.layers.items()}
-    found = source.others | {f"{name}.weight": shape for name, shape in source.layers.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
+    stored = source.others | {f"{name}.weight": shape for name, shape in source.layers.items()}
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            shapes = [
+                "not there" if shape is None else list(shape)
+                for shape in (stored.get(name), wanted.get(name))
+            ]
             raise UserError(
-                f"{source.folder}: {name} is {_shape(found.get(name))} in the file and "
-                f"{_shape(wanted.get(name))} in the formats of other tools, which follow config.json"
+                f"{source.folder}: {name} is {shapes[0]} in the file and {shapes[1]} in the formats of "
+                "other tools, which follow config.json"
             )
-
-
-def _shape(shape: tuple[int, ...] | None) -> object:
-    return "not there" if shape is None else list(shape)
 
 
 def _card(source: Checkpoint, config: ExportConfig, verification: Verification | None) -> str:
@@ -144,12 +144,6 @@ def _card(source: Checkpoint, config: ExportConfig, verification: Verification |
     return model_card(source, config.format, config.embeddings, checked=checked)
 
 
-def _warning(source: Checkpoint, config: ExportConfig) -> str | None:
-    if config.format in FOLDER_FORMATS:
-        is_plain = config.format == "dense" and source.format.weight == "ternary"
-        return DENSE_WARNING if is_plain else None
-    return gguf_export.notes(source, _block(config))
-
-
-def _block(config: ExportConfig) -> BlockType:
-    return BLOCK_TYPES[config.format.removeprefix("gguf-").upper()]
+def _block(config: ExportConfig) -> BlockType | None:
+    """The type of a GGUF format; None of another one."""
+    return BLOCK_TYPES.get(config.format.removeprefix("gguf-").upper())

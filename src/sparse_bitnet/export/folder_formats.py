@@ -18,9 +18,9 @@ One that quantises the weights to ternary again gets the scale wrong, because th
 factor of 0.65 for a 6:8 Gaussian); hence the warning.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.deferred import DeferredTensors, deferred
-from sparse_bitnet.export.hf_folder import scale_groups
+from sparse_bitnet.export.hf_folder import DeferredTensors, deferred
 from sparse_bitnet.packing.tensor_file import TensorSpec
 from sparse_bitnet.packing.two_bits import (
     CODES_PER_BYTE,
@@ -47,25 +46,22 @@ DENSE_WARNING = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FolderFormat:
-    """A format that is a Hugging Face folder."""
-
-    check: Callable[[Checkpoint], None]
-    """Raises `UserError` for what the format cannot hold."""
-    layer: Callable[[Checkpoint, str, torch.dtype], DeferredTensors]
-    """What stands for a sparse layer's weight, where everything dense is of that type."""
-    quantization_config: Callable[[Checkpoint], dict[str, Any] | None]
-
-    def deferred_tensors(self, source: Checkpoint, dtype: torch.dtype) -> list[DeferredTensors]:
-        """Every tensor of the export: the sparse layers', the rest cast to `dtype`."""
-        layers = [self.layer(source, name, dtype) for name in source.layers]
-        others = source.others.items()
-        return layers + [deferred(name, dtype, s, partial(source.read, name)) for name, s in others]
+def scale_groups(source: Checkpoint) -> dict[str, int]:
+    """Of each sparse layer how many weights of a row share a scale, 0 where all of the matrix do."""
+    groups = dict.fromkeys(source.layers, 0)
+    for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
+        stored = source.file.entries.get(f"{name}.weight_scale") if source.file else None
+        shape = (stored or source.ternary(name).weight_scale).shape
+        groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
+    return groups
 
 
-def require_ternary_int8(source: Checkpoint, target: str) -> None:
-    """Raise `UserError` unless the model computes as `target` does: ternary x int8."""
+def check(source: Checkpoint, format: str) -> None:
+    """Raise `UserError` for a model that a format cannot hold, or computes in another way."""
+    if format == "dense":
+        return
+    is_bitnet = format == "bitnet"
+    target = "bitnet" if is_bitnet else "compressed-tensors"
     if source.format.weight != "ternary":
         raise UserError(
             f"{source.folder} is {source.format}: {target} holds ternary weights; use --format dense"
@@ -75,131 +71,85 @@ def require_ternary_int8(source: Checkpoint, target: str) -> None:
             f"{source.folder} was trained without int8 activations ({source.format}), with which every "
             f"reader of {target} computes; use --format dense"
         )
-
-
-def _refuse_groups(source: Checkpoint, target: str, rows: bool) -> None:
-    """Raise `UserError` for more scales than one a matrix, or with `rows` than one a row."""
     for name, group in scale_groups(source).items():
-        if group and not (rows and group == source.layers[name][1]):
-            what = "row" if rows else "matrix"
+        if group and (is_bitnet or group != source.layers[name][1]):
             raise UserError(
                 f"layer {name} has a scale for every {group} weights of a row, {target} one for a "
-                f"{what}; use --format dense, or `sparse-bitnet pack`"
+                f"{'matrix' if is_bitnet else 'row'}; use --format dense, or `sparse-bitnet pack`"
             )
-
-
-def _check_bitnet(source: Checkpoint) -> None:
-    require_ternary_int8(source, "bitnet")
-    _refuse_groups(source, "bitnet", rows=False)
     for name, (rows, _) in source.layers.items():
-        if rows % CODES_PER_BYTE:
+        if is_bitnet and rows % CODES_PER_BYTE:
             raise UserError(
                 f"layer {name} has {rows} rows, not a multiple of {CODES_PER_BYTE} as bitnet needs; "
                 "use --format compressed-tensors-w8a8"
             )
 
 
-def _bitnet_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> DeferredTensors:
-    rows, columns = source.layers[name]
-
-    def make() -> Sequence[Tensor]:
-        codes, weight_scale = source.ternary(name)
-        stored = (1 / weight_scale).reshape(1).to(dtype)
-        if stored.isinf():
-            raise UserError(
-                f"layer {name}: bitnet holds one over its weight scale {weight_scale.item():.4g}, which "
-                "is too large for float16; use --embeddings bf16 or f32"
-            )
-        return pack_row_planes(codes), stored
-
-    packed = TensorSpec(f"{name}.weight", torch.uint8, (rows // CODES_PER_BYTE, columns))
-    return DeferredTensors((packed, TensorSpec(f"{name}.weight_scale", dtype, (1,))), make)
+def deferred_tensors(source: Checkpoint, format: str, dtype: torch.dtype) -> list[DeferredTensors]:
+    """Every tensor of the export: the sparse layers', the rest cast to `dtype`."""
+    layers = [_layer(source, name, format, dtype) for name in source.layers]
+    others = source.others.items()
+    return layers + [deferred(name, dtype, s, partial(source.read, name)) for name, s in others]
 
 
-def _bitnet_config(source: Checkpoint) -> dict[str, Any]:
-    return {
-        "quant_method": "bitnet",
-        "linear_class": "bitlinear",
-        "quantization_mode": "offline",
-        "modules_to_not_convert": source.dense_linears,
-    }
-
-
-def _check_compressed_tensors(source: Checkpoint) -> None:
-    require_ternary_int8(source, "compressed-tensors")
-    _refuse_groups(source, "compressed-tensors", rows=True)
-
-
-def _w2a8_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> DeferredTensors:
+def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> DeferredTensors:
+    """What stands for a sparse layer's weight."""
     rows, columns = shape = source.layers[name]
+    if format == "dense":
+        return deferred(f"{name}.weight", dtype, shape, partial(source.effective, name))
 
     def make() -> Sequence[Tensor]:
         codes, weight_scale = source.ternary(name)
+        if format == "bitnet":
+            stored = (1 / weight_scale).reshape(1).to(dtype)
+            if stored.isinf():
+                raise UserError(
+                    f"layer {name}: bitnet holds one over its weight scale {weight_scale.item():.4g}, "
+                    "which is too large for float16; use --embeddings bf16 or f32"
+                )
+            return pack_row_planes(codes), stored
         scales = weight_scale.float().expand(rows, 1)
+        if format == "compressed-tensors-w8a8":
+            return codes, scales
         return pack_words(codes), scales, torch.tensor(shape, dtype=torch.int64)
 
+    scales = TensorSpec(f"{name}.weight_scale", torch.float32, (rows, 1))
+    if format == "bitnet":
+        codes = TensorSpec(f"{name}.weight", torch.uint8, (rows // CODES_PER_BYTE, columns))
+        return DeferredTensors((codes, scales._replace(dtype=dtype, shape=(1,))), make)
+    if format == "compressed-tensors-w8a8":
+        codes = TensorSpec(f"{name}.weight", torch.int8, (rows, columns))
+        return DeferredTensors((codes, scales), make)
     words = -(-columns // CODES_PER_WORD)
-    specs = (
-        TensorSpec(f"{name}.weight_packed", torch.int32, (rows, words)),
-        TensorSpec(f"{name}.weight_scale", torch.float32, (rows, 1)),
-        TensorSpec(f"{name}.weight_shape", torch.int64, (2,)),
-    )
-    return DeferredTensors(specs, make)
+    codes = TensorSpec(f"{name}.weight_packed", torch.int32, (rows, words))
+    sizes = TensorSpec(f"{name}.weight_shape", torch.int64, (2,))
+    return DeferredTensors((codes, scales, sizes), make)
 
 
-def _w8a8_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> DeferredTensors:
-    rows, columns = source.layers[name]
-
-    def make() -> Sequence[Tensor]:
-        codes, weight_scale = source.ternary(name)
-        return codes, weight_scale.float().expand(rows, 1)
-
-    codes = TensorSpec(f"{name}.weight", torch.int8, (rows, columns))
-    scale = TensorSpec(f"{name}.weight_scale", torch.float32, (rows, 1))
-    return DeferredTensors((codes, scale), make)
-
-
-def _compressed_tensors_config(format: str, num_bits: int, source: Checkpoint) -> dict[str, Any]:
-    """`format` is W2A8 or W8A8, `num_bits` that of a weight."""
+def quantization_config(source: Checkpoint, format: str) -> dict[str, Any] | None:
+    """The entry of that name in config.json; None for `dense`, which has none."""
+    if format == "dense":
+        return None
+    if format == "bitnet":
+        return {
+            "quant_method": "bitnet",
+            "linear_class": "bitlinear",
+            "quantization_mode": "offline",
+            "modules_to_not_convert": source.dense_linears,
+        }
+    stored, num_bits = (W2A8, 2) if format == "compressed-tensors-w2a8" else (W8A8, 8)
     weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel"}
     activations = weights | {"num_bits": 8, "strategy": "token", "dynamic": True}
     group = {
         "targets": ["Linear"],
-        "format": format,
+        "format": stored,
         "weights": weights,
         "input_activations": activations,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": format,
+        "format": stored,
         "quantization_status": "compressed",
         "ignore": source.dense_linears,
         "config_groups": {"group_0": group},
     }
-
-
-def _dense_layer(source: Checkpoint, name: str, dtype: torch.dtype) -> DeferredTensors:
-    read = partial(source.effective, name)
-    return deferred(f"{name}.weight", dtype, source.layers[name], read)
-
-
-FOLDER_FORMATS: dict[str, FolderFormat] = {
-    "bitnet": FolderFormat(
-        check=_check_bitnet, layer=_bitnet_layer, quantization_config=_bitnet_config
-    ),
-    "compressed-tensors-w2a8": FolderFormat(
-        check=_check_compressed_tensors,
-        layer=_w2a8_layer,
-        quantization_config=partial(_compressed_tensors_config, W2A8, 2),
-    ),
-    "compressed-tensors-w8a8": FolderFormat(
-        check=_check_compressed_tensors,
-        layer=_w8a8_layer,
-        quantization_config=partial(_compressed_tensors_config, W8A8, 8),
-    ),
-    "dense": FolderFormat(
-        check=lambda source: None,
-        layer=_dense_layer,
-        quantization_config=lambda source: None,
-    ),
-}

@@ -9,10 +9,11 @@ of tokens there, here the ranks of their first merges.
 
 import json
 import warnings
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from gguf import GGUFWriter, SpecialVocab, TokenType
 
 from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
@@ -20,26 +21,12 @@ from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.export.hf_folder import stored_ends
 
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
 _MORE_ENDS = ("eot", "eom")
 """Names under which llama.cpp takes ends of a text beside eos."""
 _SPACE = "▁"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 _TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
-
-
-class TokenType(IntEnum):
-    """llama.cpp's token types."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -52,14 +39,14 @@ class GgufVocabulary:
     types: list[TokenType]
     scores: list[float] | None
     """Of SentencePiece's tokens; None for a byte-level BPE."""
-    adds_space: bool = False
+    adds_space: bool
     """SentencePiece puts one before a text."""
-    special: dict[str, int] = field(default_factory=dict)
+    special: dict[str, int]
     """Ids of bos, eos, unk and pad, and of what ends a text beside eos; without a bos it is the eos:
     llama.cpp would take its own default."""
-    surrounds: dict[str, bool] = field(default_factory=dict)
+    surrounds: dict[str, bool]
     """Whether bos and eos are put around a text."""
-    chat_template: str | list[dict[str, str]] | None = None
+    chat_template: str | list[dict[str, str]] | None
     """One, or several by name."""
 
 
@@ -116,6 +103,9 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
             "eos_token_id of generation_config.json"
         )
     special |= zip(_MORE_ENDS, sorted(more), strict=False)
+    template = own.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
     return GgufVocabulary(
         "default" if is_sentence_piece else _pre_tokenizer_name(content, path),
         tokens,
@@ -124,16 +114,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
         is_sentence_piece and _adds_space(content, path),
         {"bos": special["eos"], **special},
         _surrounds(own, path),
-        _chat_template(own),
+        template,
     )
-
-
-def _chat_template(tokenizer: Any) -> str | list[dict[str, str]] | None:
-    """As transformers reads it: chat_template.jinja, else that of tokenizer_config.json."""
-    found = tokenizer.chat_template
-    if not isinstance(found, dict):
-        return found
-    return [{"name": name, "template": template} for name, template in found.items()]
 
 
 def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
@@ -143,12 +125,12 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
     with library_errors_as(f"{path} cannot encode a text"):
         inner, whole = (encode("a", add_special_tokens=add).ids for add in (False, True))
     more = len(whole) - len(inner)
-    found = {"bos": more > 0 and whole[0] == bos, "eos": more > 0 and whole[-1] == eos}
-    if whole != [bos] * found["bos"] + inner + [eos] * found["eos"]:
+    around = {"bos": more > 0 and whole[0] == bos, "eos": more > 0 and whole[-1] == eos}
+    if whole != [bos] * around["bos"] + inner + [eos] * around["eos"]:
         raise UserError(
             f"{path}: it puts other tokens around a text than bos and eos, which GGUF cannot say"
         )
-    return found
+    return around
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
@@ -194,19 +176,14 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
         )
     pre_tokenizer = content.get("pre_tokenizer") or {}
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    regexes = _regexes(steps)
-    same = [row for row in PRE_TOKENIZERS if row.regexes == regexes]
-    if not same:
-        raise UserError(
-            f"{path}: its pre-tokenizer is not one of those that the GGUF export knows by llama.cpp's "
-            f"name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): {json.dumps(steps)[:120]}"
-        )
-    ignores = bool(content["model"].get("ignore_merges"))
-    for row in same:
-        if row.ignores_merges == ignores:
+    splits, ignores = _regexes(steps), bool(content["model"].get("ignore_merges"))
+    for row in PRE_TOKENIZERS:
+        if (row.regexes, row.ignores_merges) == (splits, ignores):
             return row.names[0]
     raise UserError(
-        f"{path}: ignore_merges is {ignores}, which llama.cpp's {same[0].names[0]} does not do"
+        f"{path}: its pre-tokenizer, with ignore_merges {ignores}, is not one of those that the GGUF "
+        f"export knows by llama.cpp's name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): "
+        f"{json.dumps(steps)[:120]}"
     )
 
 
@@ -226,10 +203,8 @@ def _regexes(steps: list[dict[str, Any]]) -> tuple[str, ...] | None:
     return None
 
 
-def add_vocabulary(writer: "GGUFWriter", vocabulary: GgufVocabulary, folder: Path) -> None:
+def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary, folder: Path) -> None:
     """Write the tokenizer's metadata: vocabulary, merges, special tokens, chat template."""
-    from gguf import SpecialVocab
-
     writer.add_tokenizer_model("gpt2" if vocabulary.scores is None else "llama")
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
     writer.add_token_list(vocabulary.tokens)

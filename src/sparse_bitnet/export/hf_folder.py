@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card."""
+"""A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card.
 
-from collections.abc import Sequence
-from math import prod
+Tensors are computed when they are written, so that an export needs the memory of one layer. Importing
+this module imports no torch.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.config_fields import FULL, WINDOWED
@@ -20,12 +23,13 @@ from sparse_bitnet.checkpoint.model_folder import (
     write_json,
 )
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.export.deferred import DeferredTensors, write_safetensors
 from sparse_bitnet.files import atomic_folder
+from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 def check_new_folder(out: str | Path) -> Path:
@@ -39,14 +43,48 @@ def check_new_folder(out: str | Path) -> Path:
     return out
 
 
-def scale_groups(source: Checkpoint) -> dict[str, int]:
-    """Of each sparse layer how many weights of a row share a scale, 0 where all of the matrix do."""
-    groups = dict.fromkeys(source.layers, 0)
-    for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
-        stored = source.file.entries.get(f"{name}.weight_scale") if source.file else None
-        shape = (stored or source.ternary(name).weight_scale).shape
-        groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
-    return groups
+class DeferredTensors(NamedTuple):
+    """Tensors that come out of one computation, for example packed codes and their scale."""
+
+    specs: tuple[TensorSpec, ...]
+    make: "Callable[[], Sequence[Tensor]]"
+    """Returns tensors in the order and of the types and shapes of `specs`."""
+
+
+def deferred(
+    name: str, dtype: "torch.dtype", shape: tuple[int, ...], read: Callable[[], Any]
+) -> DeferredTensors:
+    """One tensor: what `read` returns, a tensor or an array, cast to `dtype`. Making it raises
+    `UserError` for values that the type cannot hold."""
+
+    def make() -> "Sequence[Tensor]":
+        import torch
+
+        values = torch.as_tensor(read()).to(dtype)
+        if not values.isfinite().all():
+            raise UserError(f"{name} has values beyond {dtype}; use --embeddings bf16 or f32")
+        return (values,)
+
+    return DeferredTensors((TensorSpec(name, dtype, shape),), make)
+
+
+def write_safetensors(
+    path: Path, groups: Sequence[DeferredTensors], on_progress: OnProgress | None = None
+) -> None:
+    """Write one safetensors file, holding one group in memory at a time.
+
+    Raises `OSError` when the disk is full; the caller's folder is temporary.
+    """
+    specs = [spec for group in groups for spec in group.specs]
+    done, total = 0, sum(spec.nbytes for spec in specs)
+    with TensorFileWriter(path, specs, {"kind": "export"}) as file:
+        for group in groups:
+            for spec, tensor in zip(group.specs, group.make(), strict=True):
+                assert tuple(tensor.shape) == spec.shape, (spec, tensor.shape)
+                file.write(spec.name, [tensor])
+                done += spec.nbytes
+                if on_progress is not None:
+                    on_progress(done, total)
 
 
 def write_folder(
@@ -65,7 +103,7 @@ def write_folder(
     """
     with atomic_folder(out) as folder:
         write_safetensors(folder / "model.safetensors", tensors, on_progress)
-        config = _older_rope(source.config) | with_dtype(source.config, dtype)
+        config = _older_rope(source.config) | plain_config(source.config, dtype)
         config |= {EXPORTED_FORMAT: str(source.format)}
         if quantization_config is not None:
             config["quantization_config"] = quantization_config
@@ -75,10 +113,12 @@ def write_folder(
         (folder / "README.md").write_text(model_card, encoding="utf-8")
 
 
-def with_dtype(config: dict[str, Any], dtype: Union["torch.dtype", str]) -> dict[str, Any]:
-    """A config.json without quantization that says `dtype`, under the one of its two names that readers
-    look at first."""
-    dropped = ("torch_dtype", "quantization_config", *WITHOUT_IMPORT)
+def plain_config(
+    config: dict[str, Any], dtype: Union["torch.dtype", str] = "float32"
+) -> dict[str, Any]:
+    """A config.json without quantization, that of an export as before it, that says `dtype`, under the
+    one of its two names that readers look at first."""
+    dropped = ("torch_dtype", "quantization_config", EXPORTED_FORMAT, *WITHOUT_IMPORT)
     others = {key: value for key, value in config.items() if key not in dropped}
     return others | {"dtype": str(dtype).removeprefix("torch.")}
 
@@ -98,12 +138,6 @@ def _older_rope(config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("rope_type", "default") != "default":
         older["rope_scaling"] = {key: rope[key] for key in rope if key not in named}
     return older
-
-
-def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of float32 without quantization, that of an export as before it."""
-    config = {key: value for key, value in config.items() if key != EXPORTED_FORMAT}
-    return with_dtype(config, "float32")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -1,30 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ternary checkpoints of other tools as checkpoints of ours, codes and scales unchanged.
 
-The packed form of a GGUF file is made without torch; masters (masters.py) need it.
+The packed form of a GGUF file is made without torch. Our own checkpoints hold masters, from which codes
+and scale follow. Where only codes are known, masters are made from which exactly these follow: with z the
+share of non-zero codes, the weights codes * scale / z have the mean magnitude `scale` and round to
+`codes`. They are a start for further training, not the weights the model was trained with.
 """
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, warn_of_zeros
-from sparse_bitnet.checkpoint.model_folder import POOLING_FILES, copy_files
+from sparse_bitnet.checkpoint.model_folder import (
+    LINEAR_NORMS,
+    MASTERS_HELD,
+    POOLING_FILES,
+    copy_files,
+    finish_folder,
+    write_json,
+)
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.hf_folder import (
     check_new_folder,
     copy_tokenizer,
+    deferred,
     plain_config,
     write_generation_config,
+    write_safetensors,
 )
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.packing.formats import SCALE_FLOOR
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import OnProgress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +86,10 @@ def import_checkpoint(
     for name, (_, in_features) in foreign.layers.items():
         format.pattern.check_divides(in_features, name)
     if packed is None:
-        from sparse_bitnet.export.masters import write_masters
-
-        write_masters(foreign, format, out, partial(_write_tokenizer, foreign), on_progress)
+        _write_masters(foreign, format, out, on_progress)
     else:
-        pack_checkpoint(
-            _ToPack(foreign, format),
-            out,
-            format=packed,
-            embeddings=embeddings,
-            progress=on_progress,
-        )
+        source = _ToPack(foreign, format)
+        pack_checkpoint(source, out, format=packed, embeddings=embeddings, progress=on_progress)
     return Imported(folder=out, kind=foreign.tool, format=format, layers=len(foreign.layers))
 
 
@@ -111,9 +122,7 @@ class _ToPack(Checkpoint):
 
     def ternary(self, layer: str) -> TernaryWeight:
         if self.foreign.has_masters:
-            from sparse_bitnet.export.masters import ternary_of
-
-            return ternary_of(self.foreign.master(layer), self.format, layer)
+            return _ternary_of(self.foreign.master(layer), self.format, layer)
         ternary = self.foreign.ternary(layer)
         warn_of_zeros(ternary, layer, self.foreign)
         return ternary
@@ -124,3 +133,112 @@ class _ToPack(Checkpoint):
     def write_tokenizer(self, folder: Path) -> bool:
         _write_tokenizer(self.foreign, folder)
         return True
+
+
+def _write_masters(
+    foreign: Checkpoint, format: SparseBitConfig, out: Path, on_progress: OnProgress | None
+) -> None:
+    """The folder `out` with float32 masters for the codes of another tool's checkpoint.
+
+    Raises `UserError` for codes outside the format's pattern, and for scales that no masters have.
+    """
+    import torch
+
+    from sparse_bitnet.nn.convert import FORMAT_VERSION
+
+    if foreign.config.get(LINEAR_NORMS):
+        raise UserError(
+            f"{foreign.folder} has a norm in each linear, which masters here do not: import it with "
+            "--packed auto"
+        )
+    tensors = []
+    for layer, sizes in foreign.layers.items():
+        read = partial(_master, foreign, layer, format)
+        tensors.append(deferred(f"{layer}.weight", torch.float32, sizes, read))
+    for name, shape in foreign.others.items():
+        tensors.append(deferred(name, torch.float32, shape, partial(foreign.read, name)))
+    entry = {
+        "quant_method": "sparse_bitnet",
+        "version": FORMAT_VERSION,
+        "format": format.to_dict(),
+        "modules_to_not_convert": foreign.dense_linears,
+    }
+    with atomic_folder(out) as temporary:
+        write_safetensors(temporary / "model.safetensors", tensors, on_progress)
+        config = plain_config(foreign.config) | {"quantization_config": entry}
+        write_json(temporary / "config.json", config)
+        _write_tokenizer(foreign, temporary)
+        finish_folder(temporary, MASTERS_HELD)
+
+
+def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor":
+    import torch
+
+    if foreign.has_masters:
+        master = foreign.master(layer)
+        if not format.pattern.is_dense:
+            _ternary_of(master, format, layer)
+        return master
+    ternary = TernaryWeight(*map(torch.as_tensor, foreign.ternary(layer)))
+    warn_of_zeros(ternary, layer, foreign)
+    if ternary.weight_scale.dim():
+        raise UserError(
+            f"layer {layer} has several scales, which masters cannot have: import it with --packed auto"
+        )
+    # Above it the magnitudes, or the sum of which the mean is taken, would be infinite.
+    nonzero, size = int(ternary.codes.count_nonzero()), ternary.codes.numel()
+    largest = torch.finfo(torch.float32).max * nonzero / size**2
+    if nonzero and not SCALE_FLOOR <= ternary.weight_scale.item() <= largest:
+        raise UserError(
+            f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is outside "
+            f"{SCALE_FLOOR:g}..{largest:.3g}, which masters can have: import it with --packed auto"
+        )
+    master = masters_of(ternary)
+    codes, weight_scale = _ternary_of(master, format, layer, ternary.codes)
+    assert weight_scale == ternary.weight_scale or not codes.any()
+    return master
+
+
+def _ternary_of(
+    master: "Tensor", format: SparseBitConfig, layer: str, expected: "Tensor | None" = None
+) -> TernaryWeight:
+    """Codes and scale of a master. Raises `UserError` unless the codes are those `expected`, by default
+    the ones without the pattern: to mask what was trained without would make another model."""
+    import torch
+
+    from sparse_bitnet.nn.selection import select
+
+    codes, _, scale = select(master.float(), format)[:3]
+    if expected is None and not format.pattern.is_dense:
+        expected = select(master.float(), format, kept=format.pattern.m).codes
+    assert codes is not None
+    assert scale is not None
+    if expected is not None and not torch.equal(codes, expected):
+        raise UserError(
+            f"layer {layer}: its codes do not keep to the pattern {format.pattern}; import with "
+            "--pattern 8:8"
+        )
+    return TernaryWeight(codes, scale)
+
+
+def masters_of(ternary: TernaryWeight) -> "Tensor":
+    """float32 masters from which ternary quantisation gives exactly these codes and this scale.
+
+    All zero where all codes are; the scale then does not matter.
+    """
+    import torch
+
+    codes, weight_scale = ternary
+    nonzero = codes != 0
+    if not (count := int(nonzero.sum())):
+        return torch.zeros(codes.shape)
+    magnitude = weight_scale.double().item() * codes.numel() / count
+    # The mean must round to the very scale: some weights get the float above, the rest the one below.
+    below = np.float32(magnitude)
+    if float(below) > magnitude:
+        below = np.nextafter(below, np.float32(0))
+    above = np.nextafter(below, np.float32(np.inf))
+    share = (magnitude - float(below)) / (float(above) - float(below))
+    order = nonzero.flatten().cumsum(0).view(codes.shape)
+    magnitudes = torch.where(order <= round(share * count), float(above), float(below))
+    return codes * magnitudes.float()

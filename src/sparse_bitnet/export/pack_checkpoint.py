@@ -14,12 +14,15 @@ generation files, copied; the tokenizer, the same in an order that is read faste
 Importing this module imports no torch: what comes as arrays is packed without it.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import TRAINED_CONTEXT, Checkpoint
 from sparse_bitnet.checkpoint.model_folder import (
@@ -34,12 +37,12 @@ from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.hf_folder import check_new_folder
-from sparse_bitnet.export.packed_tables import table_specs, ternary_tables, write_table
 from sparse_bitnet.files import atomic_folder
-from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
     FORMATS,
+    SCALE_FLOOR,
+    SCALE_GROUPS,
     auto_format,
     check_layout,
     needs_exact,
@@ -47,7 +50,8 @@ from sparse_bitnet.packing.formats import (
 )
 from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFileWriter, TensorSpec
-from sparse_bitnet.packing.ternary import TableScales
+from sparse_bitnet.packing.ternary import TableScales, scales_of_groups, table_scales
+from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.progress import OnProgress
 
 COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", POOLING_FILES)
@@ -64,20 +68,13 @@ class PackResult:
 
     folder: Path
     metadata: PackedMetadata
-    weights: int
-    """Ternary weights."""
     weight_bytes: int
-    """Bytes of their codes and scales."""
+    """Bytes of the ternary weights' codes and scales."""
     embedding_bytes: int
     """Bytes of embedding and output head."""
     file_bytes: int
     """Bytes of model.safetensors."""
     seconds: float
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of the packed layers."""
-        return 8 * self.weight_bytes / self.weights
 
 
 def pack_checkpoint(
@@ -106,13 +103,7 @@ def pack_checkpoint(
         raise UserError(f"embeddings {embeddings!r}: choose one of auto, {', '.join(EMBEDDINGS)}")
     out = check_new_folder(out)
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
-    tables, embeddings = _tables(checkpoint, embeddings)
-    metadata = PackedMetadata(
-        packed_format=_auto(checkpoint.format) if format == "auto" else format,
-        format=checkpoint.format,
-        embeddings=embeddings,
-        layers=checkpoint.layers,
-    )
+    metadata, forms = _described(checkpoint, format, embeddings)
     for name, (_, in_features) in metadata.layers.items():
         check_layout(metadata.packed_format, metadata.pattern, in_features, name)
     with atomic_folder(out) as folder:
@@ -121,9 +112,7 @@ def pack_checkpoint(
             read_json_if_there(checkpoint.folder / "generation_config.json")
             copy_files(checkpoint.folder, folder, COPIED)
         _order_vocabulary(folder / "tokenizer.json")
-        weight_bytes, embedding_bytes = _write_tensors(
-            checkpoint, metadata, tables, folder / MODEL_FILE, progress
-        )
+        weight_bytes = _write_tensors(checkpoint, metadata, forms, folder / MODEL_FILE, progress)
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
         # So that `evaluate` cuts texts as it does for the run, which the folder does not name.
         if (
@@ -136,27 +125,20 @@ def pack_checkpoint(
     return PackResult(
         folder=out,
         metadata=metadata,
-        weights=_weights(metadata),
         weight_bytes=weight_bytes,
-        embedding_bytes=embedding_bytes,
+        embedding_bytes=sum(spec.nbytes for spec in _table_specs(checkpoint, forms)),
         file_bytes=(out / MODEL_FILE).stat().st_size,
         seconds=time.monotonic() - started,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedSize:
+class PackedSize(NamedTuple):
     """What a checkpoint takes in one format; the file's header, about 0.1 MB, is not counted."""
 
     metadata: PackedMetadata
     weight_bytes: int
     """Bytes of the ternary weights' codes and scales."""
     total_bytes: int
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of a ternary weight, scales and padding included."""
-        return 8 * self.weight_bytes / _weights(self.metadata)
 
 
 def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
@@ -165,107 +147,169 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
     Arguments and errors are those of `pack_checkpoint`.
     """
     checkpoint = open_ternary(source)
-    tables, embeddings = _tables(checkpoint, embeddings)
+    metadata, forms = _described(checkpoint, "auto", embeddings)
     scale_bytes = 4 * len(checkpoint.layers)
     if not checkpoint.has_one_scale:
         scale_bytes = sum(
             checkpoint.ternary(name).weight_scale.nbytes for name in checkpoint.layers
         )
-    other_bytes = sum(spec.nbytes for spec in _other_specs(checkpoint, embeddings, tables))
-    auto, is_binary = _auto(checkpoint.format), checkpoint.format.quantizer == "binary"
+    others = (*_table_specs(checkpoint, forms), *_specs_as_stored(checkpoint))
+    other_bytes = sum(spec.nbytes for spec in others)
     sizes = []
-    for format in (auto, *(name for name in FORMATS if name != auto)):
-        if needs_exact(format) and not is_binary:
+    for format in dict.fromkeys((metadata.packed_format, *FORMATS)):
+        if needs_exact(format) and not _is_exact(checkpoint):
             continue
-        metadata = PackedMetadata(
-            packed_format=format,
-            format=checkpoint.format,
-            embeddings=embeddings,
-            layers=checkpoint.layers,
-        )
         weight_bytes = scale_bytes + sum(
             rows * row_bytes(format, metadata.pattern, in_features, layer=name)
             for name, (rows, in_features) in metadata.layers.items()
         )
-        sizes.append(
-            PackedSize(
-                metadata=metadata, weight_bytes=weight_bytes, total_bytes=weight_bytes + other_bytes
-            )
-        )
+        described = dataclasses.replace(metadata, packed_format=format)
+        sizes.append(PackedSize(described, weight_bytes, weight_bytes + other_bytes))
     return sizes
 
 
-def _tables(checkpoint: Checkpoint, embeddings: str) -> tuple[dict[str, TableScales], str]:
-    """The tables that stay ternary, and the form of embeddings that "auto" stands for."""
-    tables = ternary_tables(checkpoint, embeddings)
+Forms = dict[str, TableScales | str]
+"""How embedding and head, by name, are stored: ternary with such scales, or one of `EMBEDDINGS`."""
+
+
+def _described(
+    checkpoint: Checkpoint, format: str, embeddings: str
+) -> tuple[PackedMetadata, Forms]:
+    """What "auto" stands for in the format and in the embeddings of a checkpoint.
+
+    Raises `UserError` where ternary embeddings are asked for and none is.
+    """
+    forms: Forms = {}
+    for name in checkpoint.embeddings if embeddings in ("auto", "ternary") else ():
+        scales = table_scales(checkpoint.ternary_pieces(name), checkpoint.others[name][1])
+        if scales is not None:
+            forms[name] = scales
+    if embeddings == "ternary" and not forms:
+        raise UserError(
+            f"{checkpoint.folder}: tensor {checkpoint.embeddings[0]} is not ternary with a scale for "
+            f"some {', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
+        )
     if embeddings == "auto":
-        embeddings = "ternary" if tables else "bf16"
-    return tables, embeddings
+        embeddings = "ternary" if forms else "bf16"
+    if format == "auto":
+        format = auto_format(checkpoint.format.pattern, exact=_is_exact(checkpoint))
+    metadata = PackedMetadata(
+        packed_format=format,
+        format=checkpoint.format,
+        embeddings=embeddings,
+        layers=checkpoint.layers,
+    )
+    other = "bf16" if embeddings == "ternary" else embeddings
+    return metadata, {name: forms.get(name, other) for name in checkpoint.embeddings}
 
 
-def _auto(format: SparseBitConfig) -> str:
+def _is_exact(checkpoint: Checkpoint) -> bool:
     # What that quantiser keeps is never zero.
-    return auto_format(format.pattern, exact=format.quantizer == "binary")
-
-
-def _weights(metadata: PackedMetadata) -> int:
-    return sum(rows * in_features for rows, in_features in metadata.layers.values())
+    return checkpoint.format.quantizer == "binary"
 
 
 def _write_tensors(
     checkpoint: Checkpoint,
     metadata: PackedMetadata,
-    tables: dict[str, TableScales],
+    forms: Forms,
     path: Path,
     progress: OnProgress | None,
-) -> tuple[int, int]:
-    """Returns bytes of packed weights with scales, and bytes of embeddings."""
-    done, total = 0, _weights(metadata)
-    weight_bytes = embedding_bytes = 0
-    specs = _specs(checkpoint, metadata, tables)
-    with TensorFileWriter(path, specs, metadata.to_json()) as writer:
+) -> int:
+    """Returns the bytes of packed weights with their scales."""
+    done, weight_bytes = 0, 0
+    specs = (*_layer_specs(checkpoint, metadata), *_table_specs(checkpoint, forms))
+    as_stored = list(_specs_as_stored(checkpoint))
+    with TensorFileWriter(path, (*specs, *as_stored), metadata.to_json()) as writer:
         for name, (rows, in_features) in metadata.layers.items():
             codes, weight_scale = checkpoint.ternary(name)
             packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
-            writer.write(f"{name}.weight_packed", [packed], tuple(packed.shape))
+            writer.write(f"{name}.weight_packed", [packed])
             scales = weight_scale if weight_scale.shape else weight_scale.reshape(1)
             shape = tuple(scales.shape)
             writer.write(f"{name}.weight_scale", [scales], shape, scales.dtype)
             weight_bytes += packed.nbytes + scales.nbytes
             done += rows * in_features
             if progress is not None:
-                progress(done, total)
-        for name in checkpoint.embeddings:
-            form = tables.get(name, metadata.embeddings)
-            embedding_bytes += write_table(checkpoint, name, form, writer)
-        for name in _as_stored(checkpoint):
-            writer.write(name, [checkpoint.read(name)])
-    return weight_bytes, embedding_bytes
+                progress(done, metadata.weights)
+        for name, form in forms.items():
+            _write_table(checkpoint, name, form, writer)
+        for spec in as_stored:
+            writer.write(spec.name, [checkpoint.read(spec.name)])
+    return weight_bytes
 
 
-def _specs(
-    checkpoint: Checkpoint, metadata: PackedMetadata, tables: dict[str, TableScales]
-) -> Iterator[TensorSpec]:
+def _layer_specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
     for name, (rows, in_features) in metadata.layers.items():
         columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
         yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
         # Of several, shape and type are settled when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         yield TensorSpec(f"{name}.weight_scale", *scales)
-    yield from _other_specs(checkpoint, metadata.embeddings, tables)
 
 
-def _other_specs(
-    checkpoint: Checkpoint, embeddings: str, tables: dict[str, TableScales]
-) -> Iterator[TensorSpec]:
-    yield from table_specs(checkpoint, embeddings, tables)
-    for name in _as_stored(checkpoint):
-        yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], checkpoint.others[name])
+def _table_specs(checkpoint: Checkpoint, forms: Forms) -> Iterator[TensorSpec]:
+    """The tensors of embedding and head, and of their scales."""
+    for name, form in forms.items():
+        rows, columns = checkpoint.others[name]
+        if isinstance(form, TableScales):
+            yield TensorSpec(name, "uint8", (rows, row_bytes("i2", NMPattern(1, 1), columns)))
+            yield TensorSpec(f"{name}_scale", form.dtype, (rows, columns // form.group))
+        elif form == "int8":
+            yield TensorSpec(name, "int8", (rows, columns))
+            yield TensorSpec(f"{name}_scale", "float32", (rows, 1))
+        else:
+            yield TensorSpec(name, "bfloat16" if form == "bf16" else form, (rows, columns))
 
 
-def _as_stored(checkpoint: Checkpoint) -> list[str]:
+def _specs_as_stored(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
     """Tensors that are written as they were: biases, norms, linears that were left dense."""
-    return [name for name in checkpoint.others if name not in checkpoint.embeddings]
+    for name, shape in checkpoint.others.items():
+        if name not in checkpoint.embeddings:
+            yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], shape)
+
+
+def _write_table(
+    checkpoint: Checkpoint, name: str, form: TableScales | str, writer: TensorFileWriter
+) -> None:
+    """Write embedding or head, piece by piece."""
+    if isinstance(form, TableScales):
+        codes, scales = [], []
+        for piece in checkpoint.ternary_pieces(name):
+            assert piece is not None
+            codes.append(pack(piece.codes, "i2", NMPattern(1, 1), name=name))
+            scales.append(scales_of_groups(piece, form))
+        writer.write(name, codes)
+        writer.write(f"{name}_scale", scales)
+    elif form == "int8":
+        scales = []
+        writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
+        writer.write(f"{name}_scale", scales)
+    else:
+        stored = _floats if form == "float32" else _rounded
+        writer.write(name, map(stored, checkpoint.pieces(name)))
+
+
+def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """int8 codes [rows, columns], a row's as `quantize_int8` makes a token's; appends the float32
+    scales [rows, 1] to `scales`."""
+    for piece in pieces:
+        values = _floats(piece)
+        largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))
+        scales.append(largest / np.float32(127))
+        yield np.rint(values * (np.float32(127) / largest)).clip(-128, 127).astype(np.int8)
+
+
+def _floats(piece: Any) -> np.ndarray:
+    """A tensor's or an array's values, float32."""
+    return piece if isinstance(piece, np.ndarray) else piece.float().numpy()
+
+
+def _rounded(piece: Any) -> np.ndarray:
+    """The nearest bfloat16: its bits, as uint16."""
+    values = _floats(piece)
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _order_vocabulary(path: Path) -> None:

@@ -1,29 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading an export back with its real reader and comparing it with the trained model.
+"""Loading what was written back and comparing it with the trained model.
 
-Compared are the token ids of a text with everything awkward in it, the log-probability of every next
-token of a held-out text, and the perplexity of that text. What a format rounds (embeddings, scales) and
-how its reader quantises activations make up the difference: each activation that falls on the other
-side of a rounding boundary moves all later ones a little. So single tokens are shown, and the mean over
-tokens is bounded. Rounding moves logits alike on every text, but log p of a token that the model is sure
-of hardly follows; the bound is therefore one of logits, times how much this text's log p follow them.
+An export is loaded with its real reader: transformers with whatever package the format needs, or
+llama.cpp through llama-cpp-python. Compared are the token ids of a text with everything awkward in it,
+the log-probability of every next token of a held-out text, and the perplexity of that text. What a format
+rounds (embeddings, scales) and how its reader quantises activations make up the difference: each
+activation that falls on the other side of a rounding boundary moves all later ones a little. So single
+tokens are shown, and the mean over tokens is bounded. Rounding moves logits alike on every text, but
+log p of a token that the model is sure of hardly follows; the bound is therefore one of logits, times how
+much this text's log p follow them.
+
+A packed folder has nothing to round but its embeddings: its logits are compared bit for bit.
 """
 
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.load import from_pretrained, load_with
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.held_out import read_held_out
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.model_card import Row, read_record
-from sparse_bitnet.export.readers import TransformersReader, open_reader
+from sparse_bitnet.export.model_card import Row, gguf_file_name, read_record
+from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.progress import OnProgress
 
 LARGEST_CONTEXT = 512
@@ -53,10 +66,110 @@ the wind turned at last, they counted the sails one by one until the last of the
 """
 """Default text: several scripts, code, numbers, contractions and white space, in Unicode form NFC."""
 
+_NEEDED = {
+    "bitnet": ("accelerate", "accelerate"),
+    "compressed-tensors": ("compressed_tensors", "compressed-tensors"),
+    "gguf": ("llama_cpp", "llama-cpp-python"),
+}
+
+
+def absent_reader(format: str) -> str | None:
+    """What to install before an export to `format` can be loaded back; None: all is there."""
+    for prefix, (module, package) in _NEEDED.items():
+        if format.startswith(prefix) and importlib.util.find_spec(module) is None:
+            return f"{package}, which reads {format}, is not installed (pip install {package})"
+    return None
+
+
+@contextmanager
+def open_reader(
+    format: str, folder: Path, context_length: int
+) -> Iterator["TransformersReader | LlamaCppReader"]:
+    """Load an export with its real reader; memory is given back at the end of the block.
+
+    Raises `UserError` when the reader refuses it.
+    """
+    if format.startswith("gguf"):
+        with contextlib.closing(
+            LlamaCppReader(folder / gguf_file_name(format), context_length)
+        ) as reader:
+            yield reader
+        return
+    from transformers import AutoTokenizer
+
+    packages = ["transformers"] + ["compressed-tensors"] * format.startswith("compressed-tensors")
+    name = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    yield TransformersReader(folder, load_with(AutoTokenizer.from_pretrained, folder), name)
+
+
+class TransformersReader:
+    """A folder under transformers' own loader, in float32 so that nothing is rounded on top: an export,
+    or the trained model, whose masks and codes are selected once."""
+
+    def __init__(self, folder: Path, tokenizer: Any, name: str = "sparse-bitnet") -> None:
+        self.name, self._tokenizer = name, tokenizer
+        # Without the progress bars of both packages; errors still raise.
+        with contextlib.redirect_stderr(io.StringIO()):
+            self._model = from_pretrained(folder, dtype=torch.float32).eval()
+            # compressed-tensors decompresses in the first forward.
+            self.log_probabilities(np.zeros(1))
+
+    def tokenise(self, text: str) -> list[int]:
+        """Token ids, no special tokens added and none recognised in the text."""
+        with library_errors_as("its tokenizer cannot encode the text"):
+            return self._tokenizer(text, add_special_tokens=False).input_ids
+
+    def log_probabilities(self, tokens: np.ndarray) -> Tensor:
+        """float32 [len(tokens), vocabulary]: of the token after each."""
+        # transformers compiles parts of its bitnet layer, which needs a C++ compiler on a CPU.
+        with torch.compiler.set_stance("force_eager"):
+            logits = _logits(self._model, torch.from_numpy(tokens.astype(np.int64))[None])
+        return torch.log_softmax(logits[0], -1)
+
+
+class LlamaCppReader:
+    """A GGUF file under llama.cpp."""
+
+    def __init__(self, path: Path, context_length: int) -> None:
+        from llama_cpp import Llama
+
+        self.name = f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
+        try:
+            self._model: Any = Llama(
+                str(path),
+                n_ctx=context_length,
+                n_batch=context_length,
+                n_threads=torch.get_num_threads(),
+                logits_all=True,
+                verbose=False,
+            )
+        except ValueError as error:
+            raise UserError(f"llama.cpp refuses {path}: {error}") from error
+
+    def tokenise(self, text: str) -> list[int]:
+        """Token ids, no special tokens added and none recognised in the text."""
+        return self._model.tokenize(text.encode(), add_bos=False, special=False)
+
+    def log_probabilities(self, tokens: np.ndarray) -> Tensor:
+        """float32 [len(tokens), vocabulary]: of the token after each."""
+        self._model.reset()
+        self._model.eval([int(token) for token in tokens])
+        return torch.log_softmax(torch.from_numpy(self._model.scores[: len(tokens)]).clone(), -1)
+
+    def close(self) -> None:
+        """Free the model now: left to the interpreter's end, llama-cpp-python raises."""
+        self._model.close()
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    with selected(model):
+        return model(input_ids=ids, use_cache=False).logits.float()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found."""
+    """How an export compares with the trained model."""
 
     reader: str
     text: str
@@ -85,22 +198,22 @@ class Verification:
     @property
     def failures(self) -> list[str]:
         """What is out of bounds, one phrase each."""
-        found = []
+        failures = []
         if not self.same_token_ids:
-            found.append("other token ids")
+            failures.append("other token ids")
         # Written so that NaN fails.
         if not self.mean_difference <= self.bound:
-            found.append(
+            failures.append(
                 f"log-probabilities {self.mean_difference:.2g} nats off (bound {self.bound:g})"
             )
         if not abs(self.perplexity_difference) <= PERPLEXITY_BOUND:
-            found.append(
+            failures.append(
                 f"perplexity {self.perplexity_difference:+.2%} off (bound {PERPLEXITY_BOUND:.0%})"
             )
-        return found
+        return failures
 
     def rows(self) -> list[Row]:
-        """For a table: what was compared, and what was found, with the bound in brackets."""
+        """For a table: what was compared, and how it differs, with the bound in brackets."""
         return [
             ("reader", self.reader),
             ("text", f"{self.text}, {self.tokens:,} next tokens"),
@@ -114,12 +227,6 @@ class Verification:
             ("perplexity", f"{self.export_perplexity:.4f}, trained model {self.perplexity:.4f}"),
             ("", f"{self.perplexity_difference:+.3%} (bound {PERPLEXITY_BOUND:.0%})"),
         ]
-
-
-def bound_of(config: ExportConfig, blocks: int) -> float:
-    """Largest error of logits for a format and a number of blocks."""
-    exact = config.format == "bitnet" and config.embeddings == "f32"
-    return (EXACT_BOUND if exact else LOGIT_BOUND) * math.sqrt(blocks)
 
 
 def verify(
@@ -148,15 +255,19 @@ def verify(
         if on_progress is not None:
             on_progress(done, total)
 
-    ours = _score(trained_model.log_probabilities, tokens, context_length, advance)
+    ours, our_best, sensitivity = _score(
+        trained_model.log_probabilities, tokens, context_length, advance
+    )
     ids = trained_model.tokenise(PARAGRAPH)
     del trained_model
     with open_reader(config.format, out, context_length) as reader:
-        theirs = _score(reader.log_probabilities, tokens, context_length, advance)
+        theirs, their_best, _ = _score(reader.log_probabilities, tokens, context_length, advance)
         same_ids = reader.tokenise(PARAGRAPH) == ids
         name = reader.name
     blocks = source.config.get("num_hidden_layers") or len(source.layers)
-    difference = (theirs.log_probability - ours.log_probability).abs()
+    exact = config.format == "bitnet" and config.embeddings == "f32"
+    bound = (EXACT_BOUND if exact else LOGIT_BOUND) * math.sqrt(blocks)
+    difference = (theirs - ours).abs()
     return Verification(
         reader=name,
         text=text_name,
@@ -164,10 +275,10 @@ def verify(
         same_token_ids=same_ids,
         mean_difference=difference.mean().item(),
         largest_difference=difference.max().item(),
-        same_best_token=(theirs.best == ours.best).double().mean().item(),
-        perplexity=math.exp(-ours.log_probability.mean().item()),
-        export_perplexity=math.exp(-theirs.log_probability.mean().item()),
-        bound=bound_of(config, blocks) * ours.sensitivity.mean().item(),
+        same_best_token=(their_best == our_best).double().mean().item(),
+        perplexity=math.exp(-ours.mean().item()),
+        export_perplexity=math.exp(-theirs.mean().item()),
+        bound=bound * sensitivity.mean().item(),
     )
 
 
@@ -179,9 +290,7 @@ def text_to_verify(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray
         trained_on = record.config.get("data")
         why = f": {trained_on}, on which it was trained, is not here" if trained_on else ""
         tokens = source.tokenizer()(PARAGRAPH, add_special_tokens=False).input_ids
-        return np.asarray(
-            tokens[: config.verify_tokens + 1], dtype=np.int64
-        ), f"a built-in one{why}"
+        return np.asarray(tokens[: config.verify_tokens + 1], np.int64), f"a built-in one{why}"
     text = read_held_out(data, str(source.folder))
     tokens = np.asarray(text.tokens[: config.verify_tokens + 1])
     if len(tokens) < 2:
@@ -189,25 +298,15 @@ def text_to_verify(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray
     return tokens, Path(text.name).name
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Per scored token."""
-
-    log_probability: Tensor
-    """float64, of the token that follows."""
-    best: Tensor
-    """int64, the most probable one."""
-    sensitivity: Tensor
-    """Length of the gradient of its log-probability in the logits: from 0 where it is certain to 1 where
-    nothing is probable."""
-
-
 def _score(
     log_probabilities: Callable[[np.ndarray], Tensor],
     tokens: np.ndarray,
     context_length: int,
     on_tokens: Callable[[int], None],
-) -> _Scores:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token but the first: its log-probability, float64; the most probable token in its place;
+    and the length of the gradient of its log-probability in the logits, from 0 where it is certain to 1
+    where nothing is probable."""
     of_next, best, sensitivity = [], [], []
     for start in range(0, len(tokens) - 1, context_length):
         piece = tokens[start : start + context_length + 1].astype(np.int64)
@@ -218,4 +317,51 @@ def _score(
         sensitivity.append((1 - 2 * own + squares).clamp(min=0).sqrt())
         best.append(values.argmax(1))
         on_tokens(len(labels))
-    return _Scores(torch.cat(of_next), torch.cat(best), torch.cat(sensitivity))
+    return torch.cat(of_next), torch.cat(best), torch.cat(sensitivity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackCheck:
+    """How a packed model's logits compare with the trained one's on random tokens."""
+
+    tokens: int
+    exact: bool
+    """Equal bit for bit to the trained model with the packed one's embeddings."""
+    largest_difference: float
+    """Largest |logit difference| to the trained model as it is: what rounding the embeddings does."""
+    kl_divergence: float
+    """Mean over positions, in nats, of packed from trained next-token probabilities."""
+
+
+def check_packed(source: str | Path, packed: str | Path) -> PackCheck:
+    """Compare the two in the dtype of the trained model, one in memory at a time.
+
+    Raises `UserError` when either cannot be loaded or the trained one's logits are not finite.
+    """
+    model: Any = find_checkpoint(packed).load().eval()
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(vocabulary, (2, 64), generator=torch.Generator().manual_seed(0))
+    packed_logits = _logits(model, ids)
+    embeddings = [module.weight.detach() for module in _ends(model)]
+    del model
+    trained: Any = find_checkpoint(source).load().eval()
+    trained_logits = _logits(trained, ids)
+    if not trained_logits.isfinite().all():
+        raise UserError(f"{source} gives logits that are not finite; train it again")
+    for module, weight in zip(_ends(trained), embeddings, strict=True):
+        module.weight = nn.Parameter(weight.to(module.weight.dtype))
+    packed_log, trained_log = (
+        F.log_softmax(logits.double(), -1) for logits in (packed_logits, trained_logits)
+    )
+    divergence = F.kl_div(packed_log, trained_log, reduction="none", log_target=True).sum(-1)
+    return PackCheck(
+        tokens=ids.numel(),
+        exact=torch.equal(packed_logits, _logits(trained, ids)),
+        largest_difference=float((packed_logits - trained_logits).abs().max()),
+        kl_divergence=float(divergence.mean()),
+    )
+
+
+def _ends(model: Any) -> list[Any]:
+    head = model.get_output_embeddings()
+    return [model.get_input_embeddings(), *([] if head is None else [head])]

@@ -38,6 +38,11 @@ class PackedMetadata:
         """Of the packed codes."""
         return self.format.pattern
 
+    @property
+    def weights(self) -> int:
+        """How many ternary weights there are."""
+        return sum(rows * columns for rows, columns in self.layers.values())
+
     def table_form(self, dtype: str | None) -> str:
         """Of `EMBEDDINGS`, that of an embedding or head whose dtype in the file is this."""
         return "bf16" if (self.embeddings, dtype) == ("ternary", "BF16") else self.embeddings
