@@ -64,7 +64,7 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
     syntax = syntax_of(template.source) if template else None
     possible = {"text": True, "schema": True, "chat": template, "tool": syntax}
     kinds = [kind for kind in options.kinds if possible[kind]]
-    grammars = opened.grammars(opened.end_tokens)
+    grammars = opened.grammars()
     jobs: list[Job] = []
     for number, size in enumerate(
         track(lengths(options.prompts, longest, rng), "serial run", transient=True)

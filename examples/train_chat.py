@@ -55,7 +55,7 @@ def main(steps: int = 150) -> str:
         )
         sparse_bitnet(f"pack {folder}/run {folder}/packed".split())
         options = GenerateOptions(max_new_tokens=12, sampling=SamplingOptions(temperature=0))
-        chat = Conversation.open(folder / "packed", EngineOptions(engine="cpu"), options)
+        chat = Conversation(folder / "packed", EngineOptions(engine="cpu"), options)
         answer = chat.answer("2 and 3", on_text=str).text
         chat.model.engine.close()
     print(f"2 and 3? {answer}")

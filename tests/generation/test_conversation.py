@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation: the template's prompts, earlier turns from the cache, and what goes wrong in one."""
 
+import shutil
+
 import pytest
 
 from small_models import CHAT_TEMPLATE, write_models
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.conversation import ChatTemplate, Conversation
-from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text_batches import GenerateOptions
 
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def conversation(folder):
-    conversation = Conversation.open(folder, EngineOptions(), OPTIONS, system="Few words.")
+    conversation = Conversation(folder, EngineOptions(), OPTIONS, system="Few words.")
     yield conversation
     conversation.close()
     assert not conversation.model.engine.sequences
@@ -67,9 +68,8 @@ def test_a_cancelled_answer_stays_as_far_as_it_came(conversation):
 
 
 def test_answers_end_where_the_context_does(folder):
-    model = open_model(folder, EngineOptions(context_length=40))
     options = GenerateOptions(max_new_tokens=500, sampling=OPTIONS.sampling)
-    conversation = Conversation(model, ChatTemplate(CHAT_TEMPLATE), options)
+    conversation = Conversation(folder, EngineOptions(context_length=40), options)
     found = ask(conversation, "w")
     assert found.finish_reason == "length"
     assert len(found.tokens) + found.prompt_tokens == 40
@@ -80,7 +80,15 @@ def test_answers_end_where_the_context_does(folder):
     conversation.close()
 
 
+def test_a_run_has_the_template_of_its_final_model(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "final")
+    (tmp_path / "config.json").write_text('{"sequence_length": 128}')
+    conversation = Conversation(tmp_path, EngineOptions(), OPTIONS)
+    ask(conversation, "some words")
+    conversation.close()
+
+
 def test_a_model_without_template_is_refused(tmp_path):
     folder = write_models(tmp_path) / "trained"
     with pytest.raises(UserError, match="no chat template"):
-        Conversation.open(folder, EngineOptions(), OPTIONS)
+        Conversation(folder, EngineOptions(), OPTIONS)

@@ -184,7 +184,7 @@ def main(
     if model.note:
         print(f"through transformers: {model.note}", file=sys.stderr)
     guesses = speculation.open(model, engine)
-    form = None if grammar is None else model.grammars(model.end_tokens).start(grammar)
+    form = None if grammar is None else model.grammars().start(grammar)
     prompt = config.read_prompt()
     tokens = model.first_tokens(prompt)
     print(prompt, end="", flush=True)
@@ -265,9 +265,7 @@ def chat(
 
     check_least(config, max_tokens=1)
     options, grammar = text.generate_options(config.max_tokens), text.grammar()
-    conversation = Conversation.open(
-        checkpoint, engine, options, system=config.system, grammar=grammar
-    )
+    conversation = Conversation(checkpoint, engine, options, system=config.system, grammar=grammar)
     is_terminal = sys.stdin.isatty()
     with contextlib.closing(conversation):
         conversation.speculation = speculation.open(conversation.model, engine)

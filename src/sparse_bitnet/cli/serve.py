@@ -156,7 +156,7 @@ def main(
             hidden_size=opened.engine.hidden_size,
             pooling=pooling,
             tool_syntax=None if template is None else syntax_of(template.source),
-            grammars=opened.grammars(opened.end_tokens),
+            grammars=opened.grammars(),
             api_key=key,
             max_tokens=config.max_tokens,
             max_body_bytes=config.max_body_bytes,

@@ -2,7 +2,6 @@
 """Chats: a model's own template makes prompts of them, and a conversation computes no turn twice."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Form, Grammar
-from sparse_bitnet.generation.open_model import OpenModel, open_model
+from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation
 from sparse_bitnet.generation.sandbox import Sandbox
@@ -96,48 +95,36 @@ class Conversation:
 
     def __init__(
         self,
-        model: OpenModel,
-        template: ChatTemplate,
-        options: GenerateOptions,
-        *,
-        system: str | None = None,
-        grammar: Grammar | None = None,
-    ) -> None:
-        """`options`, `grammar`: of each answer; `system`: instructions that come first."""
-        self.model = model
-        self.speculation: Speculation | None = None
-        self._template = template
-        self._options = options
-        self._instructions = [{"role": "system", "content": system}] if system else []
-        self._prefixes = PrefixCache(4)
-        self._form: Form | None = None
-        if grammar is not None:
-            self._form = model.grammars(model.end_tokens).start(grammar)
-        self.messages: list[dict[str, str]] = list(self._instructions)
-
-    @classmethod
-    def open(
-        cls,
         checkpoint: str | Path,
         engine: EngineOptions,
         options: GenerateOptions,
         *,
         system: str | None = None,
         grammar: Grammar | None = None,
-    ) -> "Conversation":
+    ) -> None:
         """Load a model and its template.
+
+        Args:
+            checkpoint, engine: as for `open_model`.
+            options, grammar: of each answer.
+            system: instructions that come first.
 
         Raises `UserError` for a model that cannot be loaded or has no chat template, and a grammar that
         is none.
         """
-        is_folder = os.path.isfile(os.path.join(checkpoint, "config.json"))
-        template = ChatTemplate.load(checkpoint) if is_folder else None
-        model = open_model(checkpoint, engine)
+        self.model = open_model(checkpoint, engine)
+        self.speculation: Speculation | None = None
+        self._options = options
+        self._instructions = [{"role": "system", "content": system}] if system else []
+        self._prefixes = PrefixCache(4)
+        self._form: Form | None = None
+        self.messages: list[dict[str, str]] = list(self._instructions)
         try:
-            template = template or ChatTemplate.load(model.folder)
-            return cls(model, template, options, system=system, grammar=grammar)
+            self._template = ChatTemplate.load(self.model.folder)
+            if grammar is not None:
+                self._form = self.model.grammars().start(grammar)
         except BaseException:
-            model.engine.close()
+            self.model.engine.close()
             raise
 
     def reset(self) -> None:

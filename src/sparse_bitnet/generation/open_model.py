@@ -102,11 +102,11 @@ class OpenModel:
         )
         return text.text
 
-    def grammars(self, end_tokens: frozenset[int]) -> "TokenGrammars":
-        """Return the grammars of texts that these tokens may end."""
+    def grammars(self) -> "TokenGrammars":
+        """Return what makes grammars of texts in the model's tokens."""
         from sparse_bitnet.generation.grammar import TokenGrammars
 
-        return TokenGrammars(self.tokenizer, self.engine.vocab_size, end_tokens)
+        return TokenGrammars(self.tokenizer, self.engine.vocab_size, self.end_tokens)
 
 
 def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> OpenModel:

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import numpy as np
+
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine
+from sparse_bitnet.generation.prefix_cache import shared_length
 from sparse_bitnet.generation.request import Generation
 
 MOST_STREAMS = 8
@@ -122,9 +125,7 @@ class DraftModel:
         try:
             if sequence is None:
                 sequence = text.sequence = self.engine.new_sequence()
-            shared, held = 0, sequence.tokens
-            while shared < min(len(held), len(context) - 1) and held[shared] == context[shared]:
-                shared += 1
+            shared = shared_length(np.asarray(sequence.tokens), np.asarray(context[:-1]))
             sequence.truncate(shared)
             most = min(most, self.engine.context_length - len(context) + 1)
             new = list(context[shared:])
