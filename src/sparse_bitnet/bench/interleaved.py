@@ -28,9 +28,6 @@ from sparse_bitnet.presets import PRESETS
 if TYPE_CHECKING:
     from rich.table import Table
 
-OnProgress = Callable[[str, float], None]
-"""Called with what is being done and the share of the run that is done."""
-
 Row = dict[str, Any]
 """One measurement of one engine, see `_row`."""
 
@@ -56,7 +53,7 @@ class _Job:
 
 def run(
     options: BenchOptions,
-    progress: OnProgress | None = None,
+    report: Callable[[str, float], None] = lambda what, share: None,
     *,
     child: tuple[str, ...] = OURS,
     read_bytes: int = READ_BYTES,
@@ -65,14 +62,13 @@ def run(
 
     Args:
         options: see `BenchOptions`.
-        progress: see `OnProgress`.
+        report: called with what is being done and the share of the run that is done.
         child: Python's arguments for the measured process.
         read_bytes: memory that the roofline's measurement reads.
 
     Raises `UserError` for a model that is neither a preset nor a packed folder, and for whatever the
     engine refuses.
     """
-    report = progress or (lambda what, share: None)
     report("preparing the model", 0.0)
     models = _models(options)
     options = _within_positions(options, models.values())

@@ -15,9 +15,6 @@ from sparse_bitnet.nn.convert import selected
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CONTEXT_LENGTH = 2048
-"""Where the model's config does not say how many positions it has."""
-
 
 class TransformersEngine(InferenceEngine):
     """Runs each sequence through a transformers model, one after the other."""
@@ -40,7 +37,7 @@ class TransformersEngine(InferenceEngine):
         """
         config = model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
-        positions = positions or context_length or _CONTEXT_LENGTH
+        positions = positions or context_length or 2048  # where the config does not say
         length = self.context_within(context_length, positions)
         embedding: Any = model.get_input_embeddings()
         super().__init__(len(embedding.weight), length, config.hidden_size)
