@@ -619,11 +619,18 @@ def test_tokens_around_a_text_may_be_of_any_spelling(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path)("a").input_ids == [1, 0, 2]
 
 
-@pytest.mark.parametrize("pre", [None, "of-tomorrow", 7])
-def test_without_a_known_pre_tokenizer_a_warning_says_so(pre: Any) -> None:
-    fields = _described("gpt2", list("abc"), merges=[]) | ({} if pre is None else {"pre": pre})
+@pytest.mark.parametrize("pre", [None, "default", "of-tomorrow", 7])
+def test_without_a_known_pre_tokenizer_the_vocabulary_tells_and_a_warning_says_so(pre: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["1 2", "12 3", ". Ċ", "a b", "Ġ ab"]
+    fields = _described(
+        "gpt2", [*alphabet, *(merge.replace(" ", "") for merge in merges)], merges=merges
+    )
     with pytest.warns(UserWarning, match=r"^model.gguf: its pre-tokenizer is .*, so texts are"):
-        assert read_tokenizer(fields, "model.gguf").encode("ab").tokens == ["a", "b"]
+        found = read_tokenizer(fields | ({} if pre is None else {"pre": pre}), "model.gguf")
+    assert found.encode("1231 ab.\n").tokens == ["123", "1", "Ġab", ".Ċ"]
 
 
 @pytest.mark.parametrize("model", [None, 7, "t5", ["gpt2"]])

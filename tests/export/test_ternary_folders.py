@@ -15,6 +15,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_check
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.packing.two_bits import pack_words
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
@@ -118,15 +119,29 @@ def test_tensors_that_are_there_twice(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "model")
 
 
-def test_mlx_is_named_and_refused(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "qwen3", by_group, torch.float16)
+def test_mlx_with_two_bits(tmp_path: Path) -> None:
+    """Words of 16 codes, a scale and a bias of its negative for each group; the embedding too."""
+    model = save_model(tmp_path / "model", "qwen3", by_group, torch.float16)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    stored = {}
+    for name, tensor in weights.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = tensor
+            continue
+        base, codes = name.removesuffix(".weight"), tensor.sign().to(torch.int8)
+        scales = tensor.abs().unflatten(1, (-1, 64)).amax(-1)
+        stored[name] = pack_words(codes - 1).view(torch.uint32)
+        stored |= {f"{base}.scales": scales, f"{base}.biases": -scales}
+    save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "mlx"})
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text()) | {"quantization": {"group_size": 64, "bits": 2}}
     path.write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match=r"quant_method 'mlx'.* import` reads bitnet and compressed"
-    ):
-        import_checkpoint(tmp_path / "model", tmp_path / "no", packed="i2")
+    source = open_checkpoint(tmp_path / "model")
+    assert (source.tool, len(source.layers)) == ("MLX 2-bit", 14)
+    for layer in source.layers:
+        assert torch.equal(source.effective(layer), model.state_dict()[f"{layer}.weight"])
+    import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
+    assert open_checkpoint(tmp_path / "packed").layers == source.layers
 
 
 def test_the_first_form_of_bitnet(tmp_path: Path) -> None:

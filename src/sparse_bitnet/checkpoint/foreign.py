@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of other tools with ternary weights: Hugging Face's `bitnet`, compressed-tensors, and floats
-that hold but 0 and +s and -s.
+"""Folders of other tools with ternary weights: Hugging Face's `bitnet`, compressed-tensors, MLX's two
+bits, and floats that hold but 0 and +s and -s.
 
 Their tensors must be those of the model that config.json describes, no more and no less.
 """
@@ -27,7 +27,7 @@ from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import FLOATS
-from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats
+from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 from sparse_bitnet.packing.two_bits import (
     CODES_PER_WORD,
     W2A8,
@@ -57,6 +57,7 @@ class ForeignFolder(Checkpoint):
         tool: str,
         *,
         of_layer: tuple[str, ...] = ("weight",),
+        shapes: dict[str, tuple[int, ...]] | None = None,
         has_masters: bool = False,
         has_one_scale: bool = False,
     ) -> None:
@@ -68,6 +69,7 @@ class ForeignFolder(Checkpoint):
             layers: those with codes.
             tool: the name of the format.
             of_layer: names of a layer's own tensors, the codes first.
+            shapes: of all tensors, where they are not those in the files.
             has_masters, has_one_scale: see `Checkpoint`.
 
         Raises `UserError` unless all tensors are those of the model, and for a layer without codes.
@@ -85,9 +87,12 @@ class ForeignFolder(Checkpoint):
         model = stored.model()
         internal = {f"{layer}.{name}" for layer in layers for name in ("weight", *of_layer)}
         internal |= model.all_tied_weights_keys.keys()
-        others = [n for n in files.shapes if n not in internal and not n.endswith(_COMPUTED)]
-        shapes = {name: files.shapes[name] for name in others}
-        dtypes = {name: files.dtypes[name] for name in others}
+        shapes, dtypes = files.shapes if shapes is None else shapes, {}
+        for name in shapes:
+            if name not in internal and not name.endswith(_COMPUTED):
+                is_plain = shapes[name] == files.shapes[name]
+                dtypes[name] = files.dtypes[name] if is_plain else "F32"
+        shapes = {name: shapes[name] for name in dtypes}
         wanted = {n: tensor for n, tensor in stored_tensors(model).items() if n not in internal}
         check_tensors(wanted, shapes, dtypes, stored.folder)
         super().__init__(
@@ -105,8 +110,8 @@ class ForeignFolder(Checkpoint):
         return self.files.read(name, part)
 
     def master(self, layer: str) -> Tensor:
-        weight = self.codes_of(layer, None, self.layers[layer])
-        return finite(weight, f"{layer}.weight", self.folder)
+        self.codes_of(layer, None, self.layers[layer])
+        return finite(self.files.read(f"{layer}.weight"), f"{layer}.weight", self.folder)
 
     def codes_of(self, layer: str, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:
         """The stored codes of a layer. Raises `UserError` for another type, None standing for floats, or
@@ -320,12 +325,31 @@ def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def are_ternary_floats(files: WeightFiles | None) -> bool:
-    """Whether the first rows of the first matrix of a block are ternary floats."""
+_MLX_ENTRY = "quantization"
+"""Key of config.json under which MLX describes its own."""
+_MLX_MODE = {"mode": "affine"}
+
+
+def ternary_reader(config: dict[str, Any], files: WeightFiles | None) -> str | None:
+    """The class that opens a folder without quantization_config; None where it is not ternary.
+
+    Of floats the first rows of the first matrix of a block tell. MLX's entry is removed from `config`.
+    """
+    entry = config.get(_MLX_ENTRY)
+    if isinstance(entry, dict):
+        if entry.get("bits") != 2:
+            return None
+        # Layers with settings of their own have a table under their name.
+        for table in (entry, *(value for value in entry.values() if isinstance(value, dict))):
+            fields = {key: v for key, v in table.items() if not isinstance(v, dict)}
+            check_fields(fields, ("bits", "group_size"), f"config.json: {_MLX_ENTRY}", _MLX_MODE)
+        del config[_MLX_ENTRY]
+        return "foreign.MlxFolder"
     matrices = (
         sorted(name for name in files.shapes if name.endswith("proj.weight")) if files else []
     )
-    return files is not None and bool(matrices) and _looks_ternary(files, matrices[0])
+    is_ternary = files is not None and matrices and _looks_ternary(files, matrices[0])
+    return "foreign.TernaryFloats" if is_ternary else None
 
 
 def _looks_ternary(files: WeightFiles, name: str) -> bool:
@@ -359,3 +383,63 @@ class TernaryFloats(ForeignFolder):
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
         return ternary_of_floats(self.files.read(name, part), name)
+
+
+class MlxFolder(ForeignFolder):
+    """MLX's two bits a weight: words of 16 codes q; value = q * scale + bias of a group, which is ternary
+    where bias = -scale, as q - 1."""
+
+    def __init__(self, stored: StoredModel) -> None:
+        """Raises `UserError` also for words, scales and biases that do not belong together."""
+        files = WeightFiles.in_folder(stored.folder)
+        self.quantised = {n.removesuffix(".scales") for n in files.shapes if n.endswith(".scales")}
+        for name in self.quantised:
+            words, scales, biases = (
+                files.shapes.get(f"{name}.{end}", ()) for end in ("weight", "scales", "biases")
+            )
+            are_words = files.dtypes.get(f"{name}.weight") in ("U32", "I32") and len(words) == 2
+            are_words &= files.dtypes.get(f"{name}.scales") in ("F32", "F16", "BF16")
+            runs = scales[1] if len(scales) == 2 and are_words and scales[0] == words[0] else 0
+            if scales != biases or not runs or CODES_PER_WORD * words[1] % runs:
+                raise UserError(
+                    f"layer {name} of {stored.folder}: its words {list(words)}, scales {list(scales)} "
+                    f"and biases {list(biases)} do not belong together"
+                )
+        linears = linear_shapes(stored.model())
+        layers = {n: linears[n] for n in linears if n in self.quantised and n != "lm_head"}
+        shapes = {}
+        for name, shape in files.shapes.items():
+            module, _, end = name.rpartition(".")
+            if module not in self.quantised:
+                shapes[name] = shape
+            elif end == "weight":
+                shapes[name] = (shape[0], CODES_PER_WORD * shape[1])
+        super().__init__(stored, files, layers, "MLX 2-bit", shapes=shapes)
+
+    def ternary(self, layer: str) -> TernaryWeight:
+        codes, scales = self._codes_and_scales(layer, slice(None))
+        if tuple(codes.shape) != self.layers[layer]:
+            raise UserError(
+                f"layer {layer}: {list(codes.shape)} codes, expected {list(self.layers[layer])}"
+            )
+        return with_fewest_scales(codes, scales, layer)
+
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        module = name.removesuffix(".weight")
+        if module not in self.quantised:
+            return ternary_of_floats(self.files.read(name, part), name)
+        return with_fewest_scales(*self._codes_and_scales(module, part), module)
+
+    def stored_values(self, name: str, part: slice = slice(None)) -> Tensor:
+        module = name.removesuffix(".weight")
+        if module not in self.quantised:
+            return self.files.read(name, part)
+        return TernaryWeight(*self._codes_and_scales(module, part)).values()
+
+    def _codes_and_scales(self, name: str, part: slice) -> tuple[Tensor, Tensor]:
+        words, scales = (self.files.read(f"{name}.{end}", part) for end in ("weight", "scales"))
+        if not torch.equal(self.files.read(f"{name}.biases", part), -scales):
+            raise UserError(f"layer {name} of {self.folder} is not ternary: a bias is not -scale")
+        # compressed-tensors' words stand for q - 2.
+        codes = unpack_words(words.view(torch.int32), CODES_PER_WORD * words.shape[1]) + 1
+        return codes, scales

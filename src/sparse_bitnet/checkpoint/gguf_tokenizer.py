@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer that a GGUF file describes: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
 
-The file names how text is split before merges. Without a name that is known here, text is split as
-GPT-2's is, and a warning says so.
+The file names how text is split before merges. Without a name that is known here, text is split as suits
+the vocabulary best, and a warning says so.
 """
 
 import json
@@ -26,6 +26,8 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 _LONGEST = 256
 """Characters of a token that is joined from others: SentencePiece makes them of 16."""
+_LOOKED_AT = 4096
+"""Tokens that tell how texts were split."""
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -209,12 +211,13 @@ def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
     vocabulary = {spelled(*each): each[0] for each in enumerate(fields["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
     if (pre := _named_split(fields)) is None:
-        pre = PRE_TOKENIZERS[0]
+        plain_tokens = [token for token, index in vocabulary.items() if kinds.get(index, 1) == 1]
+        pre = _likeliest_split(plain_tokens)
         name = "not named" if "pre" not in fields else shown(fields["pre"])
         warnings.warn(
-            f"{where}: its pre-tokenizer is {name}, so texts are split like those of {pre.names[0]}; "
-            "tokens may be others than in training: import the file, then put the model's own "
-            "tokenizer.json in the place of the imported one",
+            f"{where}: its pre-tokenizer is {name}, so texts are split like those of {pre.names[0]}, "
+            "which suits its vocabulary best; tokens may be others than in training: import the file, "
+            "then put the model's own tokenizer.json in the place of the imported one",
             stacklevel=2,
         )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
@@ -228,6 +231,22 @@ def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
 
 def _named_split(fields: dict[str, Any]) -> PreTokenizer | None:
     return next((row for row in PRE_TOKENIZERS if fields.get("pre") in row.names), None)
+
+
+def _likeliest_split(tokens: list[str]) -> PreTokenizer:
+    """The one that leaves most tokens whole, as the one of training did; of several, the finest."""
+    from tokenizers import decoders
+    from tokenizers.pre_tokenizers import Sequence
+
+    decode = decoders.ByteLevel().decode
+    texts = [decode([token]) for token in tokens[:: 1 + len(tokens) // _LOOKED_AT]]
+    texts = [text for text in texts if "\ufffd" not in text]
+
+    def fit(pre: PreTokenizer) -> tuple[int, int]:
+        split = Sequence(_splits(pre)).pre_tokenize_str
+        return sum(len(split(text)) == 1 for text in texts), len(split("".join(texts)))
+
+    return max(PRE_TOKENIZERS, key=fit)
 
 
 def _splits(pre: PreTokenizer) -> list[Any]:

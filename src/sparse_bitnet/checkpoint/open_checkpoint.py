@@ -89,8 +89,6 @@ def find_checkpoint(path: str | Path) -> StoredModel:
 
         return find_gguf(Path(name))
     folder, config, entry = open_folder(name)
-    if isinstance(config.get("quantization"), dict):
-        entry = {"quant_method": "mlx", **entry}
     method = entry.get("quant_method")
     kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
     is_tied = config.get("tie_word_embeddings") is not False
@@ -98,13 +96,13 @@ def find_checkpoint(path: str | Path) -> StoredModel:
     if kind == "dense" or (is_tied and kind not in ("packed", "unknown")):
         files = WeightFiles.if_any(folder)
     if method is None:
-        from sparse_bitnet.checkpoint.foreign import are_ternary_floats, has_linear_norms
+        from sparse_bitnet.checkpoint.foreign import has_linear_norms, ternary_reader
 
         if config.get("architectures") == ["BitnetForCausalLM"]:
             # The first published form of BitNet b1.58.
             config |= {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
-        if are_ternary_floats(files):
-            kind, reader = "foreign", "foreign.TernaryFloats"
+        if (by_looking := ternary_reader(config, files)) is not None:
+            kind, reader = "foreign", by_looking
         elif config.get("model_type") == "bitnet" or has_linear_norms(files):
             kind, reader = _READERS["bitnet"]
     if is_tied and files is not None and _has_own_head(files):

@@ -31,7 +31,7 @@ def main(
     config: ImportConfig,
 ) -> None:
     """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
-    masters in bfloat16), compressed-tensors with ternary codes, floats that
+    masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that
     are ternary, or a GGUF file with ternary weights.
 
     Args:
