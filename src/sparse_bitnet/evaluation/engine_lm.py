@@ -20,7 +20,6 @@ from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
-from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -128,29 +127,19 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
         """Return texts up to a stop string, greedy unless a task asks for sampling."""
-        groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(number)
+        wanted = [self._request(*request.args) for request in requests]
+        scheduler = Scheduler(
+            self.model.engine, max_running=self.batch_size, prefill_slice=512, room_ahead=None
+        )
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
-            for numbers in groups.values():
-                options = self._generate_options(requests[numbers[0]].args[1])
-                room = self.max_length - options.max_new_tokens
-                prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-                written = generate(
-                    self.model.engine,
-                    prompts,
-                    options,
-                    tokenizer=self.model.tokenizer,
-                    end_tokens=self.model.end_tokens | {self.eot_token_id},
-                    max_batch=self.batch_size,
-                )
-                texts |= {n: text.text for n, text in zip(numbers, written, strict=True)}
-                bar.update(len(numbers))
-        return [texts[number] for number in range(len(requests))]
+            for generation in scheduler.run(wanted):
+                texts[id(generation.request)] = generation.text
+                bar.update()
+        return [texts[id(request)] for request in wanted]
 
-    def _generate_options(self, wanted: dict[str, Any]) -> GenerateOptions:
-        known: dict[str, Any] = dict(normalize_gen_kwargs(wanted, _MOST_NEW_TOKENS))
+    def _request(self, context: str, options: dict[str, Any]) -> GenerationRequest:
+        known: dict[str, Any] = dict(normalize_gen_kwargs(options, _MOST_NEW_TOKENS))
         until = handle_stop_sequences(known.get("until"), eos=None)
         most = known["max_gen_toks"]
         if most >= self.max_length:
@@ -159,9 +148,12 @@ class EngineLM(TemplateLM):
                 f"length of {self.max_length}"
             )
         is_greedy = not known.get("do_sample")
-        return GenerateOptions(
-            max_new_tokens=most,
+        return GenerationRequest(
+            prompt=self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id],
+            max_tokens=most,
+            tokenizer=self.model.tokenizer,
             stop=tuple(string for string in until if string),
+            stop_tokens=self.model.end_tokens | {self.eot_token_id},
             sampling=SamplingOptions(
                 temperature=0 if is_greedy else known.get("temperature", 1.0),
                 top_k=known.get("top_k") or 0,

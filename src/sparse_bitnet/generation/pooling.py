@@ -3,7 +3,7 @@
 embedding model say, else as is usual for causal models, whose last token has seen all others."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def read_pooling(folder: str | Path) -> Pooling:
     config = read_json_if_there(path)
     on = [name for name, value in config.items() if name.startswith("pooling_") and value is True]
     named = config.get("pooling_mode")
-    chosen = [named] if named else [_SWITCHES.get(name, name) for name in on]
+    chosen: list[Any] = [named] if named else [_SWITCHES.get(name, name) for name in on]
     if len(chosen) == 1 and chosen[0] in _SWITCHES.values():
         return chosen[0]
     what = ", ".join(map(str, chosen)) or "none"
