@@ -8,10 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from made_up_results import SCALE, row_of
+from made_up_results import SCALE
 from sparse_bitnet.errors import UserError
 from sparse_bitnet_paper.quickstart import verdict
-from sparse_bitnet_paper.runs import plan
 from sparse_bitnet_paper.tables import (
     comparison_table,
     four_models,
@@ -141,18 +140,3 @@ def test_table_3_needs_rows_of_bench(tmp_path, content):
     (tmp_path / "other.jsonl").write_text(content)
     with pytest.raises(UserError, match="no run of dense and sparse models in turn"):
         throughput_table(tmp_path / "other.jsonl")
-
-
-def test_a_row_that_lacks_something_is_named(make_set):
-    results = make_set(seeds=1, names=["table2"])
-    run = plan(SCALE, ["table2"])[0]
-    good = row_of(run, 30.0)
-    for line, words in (
-        ("{", "not JSON"),
-        ("[]", "not a JSON object"),
-        ("{}", "not a result row"),
-        (json.dumps(good | {"provenance": {"commit": "c"}}), "provenance: damaged, it lacks date"),
-    ):
-        (results.path / "results.jsonl").write_text(f"{json.dumps(good)}\n{line}\n")
-        with pytest.raises(UserError, match=rf"results\.jsonl:2: {words}"):
-            type(results)(results.path).rows  # noqa: B018

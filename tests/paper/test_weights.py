@@ -24,7 +24,7 @@ from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, as_json, shares
+from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, as_json
 from sparse_bitnet_paper.weights import (
     count_checkpoint,
     count_model,
@@ -81,20 +81,6 @@ def test_counts_equal_numpy(rows, groups, pattern, dtype, seed):
     centres = BIN_CENTRES[len(found.thresholds) :]
     assert (found.thresholds @ centres) / max(inside, 1) == pytest.approx(expected, abs=0.026)
     assert found.histogram.sum() == ((relative >= -4) & (relative < 4)).sum()
-
-
-def test_zero_fraction_of_each_format():
-    weight = random(64, 128)
-    found = {f: shares(counted(weight, f)) for f in ("full-8:8", "full-6:8", "ternary-8:8")}
-    sparse = shares(counted(weight))
-    assert found["full-8:8"]["zero_fraction"] == 0
-    assert found["full-6:8"]["zero_fraction"] == 0.25
-    dense = found["ternary-8:8"]
-    assert dense["zero_fraction"] == dense["code_zero_fraction"] == sparse["code_zero_fraction"]
-    assert sparse["zero_fraction"] > dense["zero_fraction"]
-    # A Gaussian rounds to zero where |x| < 0.5 E|x| = 0.399 sigma.
-    assert dense["code_zero_fraction"] == pytest.approx(0.310, abs=0.02)
-    assert dense["near_zero_mass"] == pytest.approx(dense["code_zero_fraction"], abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,12 @@ def convert_(
         )
     first: dict[int, str] = {}
     for name, module in targets.items():
-        for width in in_features_of(module):
-            first.setdefault(width, name)
+        of: Any = module
+        weights = (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,)
+        # Groups lie along rows, which a `Conv1D` stores as columns.
+        along = -2 if _class_name(module) == _CONV1D else -1
+        for weight in weights:
+            first.setdefault(weight.shape[along], name)
     for width, name in first.items():
         config.pattern.check_divides(width, name)
         check_quantizer(config, width, name)
@@ -183,15 +187,6 @@ def is_fused_experts(module: nn.Module) -> bool:
     return not any(getattr(module, name, False) for name in unlike) and all(
         isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights
     )
-
-
-def in_features_of(module: nn.Module) -> list[int]:
-    """Widths of the rows of the module's matrices, along which groups lie."""
-    if is_fused_experts(module):
-        experts: Any = module
-        return [experts.gate_up_proj.shape[-1], experts.down_proj.shape[-1]]
-    weight: Any = module.weight
-    return [weight.shape[0 if _class_name(module) == _CONV1D else 1]]
 
 
 def converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
@@ -343,8 +338,10 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
 
 
 @contextmanager
-def selected(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
-    """Mask and codes of all layers, computed once and used by every forward inside the block.
+def selected(
+    model: nn.Module | Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[None]:
+    """Compute mask and codes of a model's layers, or of these, once for every forward inside the block.
 
     Put it around the micro-batches of one optimiser step (and their activation recomputation), around
     an evaluation or around `generate`. Weights must not change inside: a layer whose weight does,
@@ -354,16 +351,8 @@ def selected(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None)
     What a score adds to the gradient, and the norms of inputs that it follows, are reckoned where the
     block ends; `reduce` sums the latter over processes with other inputs.
     """
-    with selected_layers(sparse_layers(model).values(), reduce):
-        yield
-
-
-@contextmanager
-def selected_layers(
-    layers: Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
-) -> Iterator[None]:
-    """`selected` of these layers."""
-    layers = [layer for layer in layers if not layer.is_selected]
+    every = sparse_layers(model).values() if isinstance(model, nn.Module) else model
+    layers = [layer for layer in every if not layer.is_selected]
     try:
         for layer in layers:
             layer.select_()

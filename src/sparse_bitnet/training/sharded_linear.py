@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from sparse_bitnet.nn.convert import selected_layers, sparse_layers
+from sparse_bitnet.nn.convert import selected, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.selection import Selection
 from sparse_bitnet.nn.straight_through import straight_through, ternary_int8_linear
@@ -289,7 +289,7 @@ def sharded(layers: Iterable[SparseBitLinear]) -> list[ShardedSparseBitLinear]:
 def selected_shards(
     layers: Collection[SparseBitLinear], reduce: Reduce, reduce_inputs: Reduce | None = None
 ) -> Iterator[None]:
-    """`selected_layers` of a model that may be sharded: then every process selects on its rows, with one
+    """`selected` of a model that may be sharded: then every process selects on its rows, with one
     common scale.
 
     The sums and counts of all layers are reduced together, once; float64, so that parts of any size
@@ -305,7 +305,7 @@ def selected_shards(
         for layer, scale in zip(scaled, mean_to_scale(parts[:, 0], parts[:, 1]), strict=True):
             layer.shared_scale = scale
     try:
-        with selected_layers(layers, reduce_inputs):
+        with selected(layers, reduce_inputs):
             yield
     finally:
         for layer in scaled:

@@ -239,11 +239,11 @@ def find(kind: str, text: Any) -> Variant:
 
     Raises `UserError` for a name that is not registered (with the near one), and for fields it has not.
     """
-    known = names(kind)
     if not isinstance(text, str):
-        raise UserError(f"{kind}={text!r}: name one of {', '.join(known)}")
+        raise UserError(f"{kind}={text!r}: name one of {', '.join(names(kind))}")
     name, *settings = text.split(":")
     if (entry := _entry(kind, name)) is None:
+        known = names(kind)
         raise UserError(
             f"{kind}={name!r} is not registered{did_you_mean(name, known)}: choose one of "
             f"{', '.join(known)}, or import the module that registers it"
