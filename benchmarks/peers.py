@@ -23,7 +23,6 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,7 +95,6 @@ def rows_of(
     engines: list[Engine],
     seconds: dict[tuple[int, str], list[float]],
     options: argparse.Namespace,
-    version_of: Callable[[str], str],
 ) -> list[Row]:
     rows = []
     for (place, phase), times in seconds.items():
@@ -216,7 +214,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
         contention = Contention({engine.pid for engine in engines if engine.pid is not None})
         seconds = measure_all(engines, options, meters, progress)
         others = contention.others_share()
-    rows = rows_of(engines, seconds, options, version_of)
+    rows = rows_of(engines, seconds, options)
     console.print(table_of(rows, f"{options.model} {pattern}"))
     for ratio in ratios(rows):
         console.print(

@@ -4,17 +4,16 @@
     python benchmarks/random_model.py OUT --model qwen2.5-1.5b
     python benchmarks/random_model.py OUT --model qwen2.5-0.3m --tokenizer FOLDER
 
-With a tokenizer of one's own, a small preset takes its vocabulary, and its chat template comes along.
+With a tokenizer of one's own, the model takes its vocabulary, and its chat template comes along.
 """
 
 import argparse
 from pathlib import Path
 
-from sparse_bitnet.bench.random_model import config_of_model, write_random_model
+from sparse_bitnet.bench.random_model import write_random_model
 from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.presets import PRESETS
 
 
 def main() -> None:
@@ -26,12 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     vocab_size = None
     if options.tokenizer is not None:
-        size = len(TextTokenizer.load(options.tokenizer).vocabulary)
-        is_small = options.model in PRESETS and not PRESETS[options.model].published
-        own = config_of_model(options.model)["vocab_size"]
-        vocab_size = -(-size // 64) * 64 if is_small else own
-        if size > vocab_size:
-            parser.error(f"{options.tokenizer} has {size} tokens, {options.model} has {own}")
+        vocab_size = -(-len(TextTokenizer.load(options.tokenizer).vocabulary) // 64) * 64
     write_random_model(options.out, options.model, options.pattern, vocab_size=vocab_size)
     if options.tokenizer is not None:
         copy_files(options.tokenizer, options.out, TOKENIZER_FILES)
