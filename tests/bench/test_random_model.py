@@ -77,12 +77,14 @@ def test_the_config_is_the_presets(tiny_preset: str) -> None:
             assert expected[key] == value, key
 
 
+@pytest.mark.parametrize("embeddings", ["int8", "bf16", "ternary"])
 def test_the_cache_keeps_each_variant_once_and_it_predicts(
-    tmp_path: Path, tiny_preset: str
+    tmp_path: Path, tiny_preset: str, embeddings: str
 ) -> None:
-    first = cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path)
+    kind = {"embeddings": embeddings}
+    first = cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path, **kind)
     (first / "mark").touch()
-    assert cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path) == first
+    assert cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path, **kind) == first
     assert (first / "mark").exists()
     assert cached_random_model(tiny_preset, NMPattern(6, 8), cache=tmp_path) != first
     model = from_pretrained(first, dtype=torch.float32).eval()

@@ -303,7 +303,7 @@ def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains:
     given = {name: getattr(options, name) for name in ("model", "context", "rounds")}
     steps = [*product(("prefill", "decode"), options.pattern), ("train", options.pattern[0])]
     failures: dict[str, str] = {}
-    for phase, pattern in steps:
+    for phase, pattern in (s for s in steps if options.step in ("all", s[0])):
         step = f"{phase} {pattern}"
         done = [r for r in read_rows(folder) if (r["phase"], r["pattern"]) == (phase, pattern)]
         try:

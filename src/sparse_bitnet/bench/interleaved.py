@@ -114,7 +114,7 @@ def _models(options: BenchOptions) -> dict[str, Path]:
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
         packed = open_checkpoint(folder, "packed")
-        of_random = ("pattern", "scale_group", "models")
+        of_random = ("pattern", "scale_group", "embeddings", "models")
         refuse_unused(options, of_random, f"{folder} has weights of its own")
         return {str(packed.format.pattern): folder}
     parsed = {text: NMPattern.parse(text.removesuffix(" binary")) for text in options.pattern}
@@ -124,6 +124,7 @@ def _models(options: BenchOptions) -> dict[str, Path]:
             pattern,
             cache=options.models,
             packed_format="nm-sign" if text.endswith(" binary") else "i2",
+            embeddings=options.embeddings,
             scale_group=options.scale_group,
         )
         for text, pattern in parsed.items()

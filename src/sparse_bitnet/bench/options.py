@@ -20,8 +20,8 @@ class BenchOptions:
     """What to measure."""
 
     model: str = "qwen2.5-1.5b"
-    """A preset or a published shape (bitnet-2b4t, qwen3-8b), which gets random weights, or a packed
-    folder."""
+    """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, falcon-e-3b, llama3-8b), which
+    gets random weights, or a packed folder."""
 
     pattern: list[str] = field(default_factory=lambda: ["6:8"])
     """n:m of the random weights, a model each; 8:8 is dense. With " binary" after it none of them is zero
@@ -29,6 +29,9 @@ class BenchOptions:
 
     scale_group: Literal[0, 32, 64, 128, 256] = 0
     """Random weights that share a scale in float16; 0: one scale a matrix."""
+
+    embeddings: Literal["int8", "bf16", "ternary"] = "int8"
+    """How the random model's file holds embedding and head; ternary: with a scale for 128 weights."""
 
     weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
     """Run-time formats of the weights."""
@@ -85,6 +88,9 @@ class BenchOptions:
 @dataclass(kw_only=True)
 class GpuBenchOptions:
     """The paper's Table 3 on a GPU, with random weights: bf16, dense int8 and sparse int8 models."""
+
+    step: Literal["all", "prefill", "decode", "train"] = "all"
+    """What to measure of the three."""
 
     model: str = "qwen2.5-3b"
     """Preset that gives the shape."""

@@ -31,6 +31,7 @@ _END_OF_TEXT, _END_OF_TEXT_ID = "<|endoftext|>", 257
 """Of the random models' tokenizer: after the 256 bytes and one merge."""
 
 _VERSION = 1
+_TABLE_GROUP = 128
 _WEIGHT_STD = 0.02
 _TABLE_GROUPS = 1 << 16
 _PIECE_WEIGHTS = 1 << 22
@@ -68,9 +69,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
+    "qwen3-1.7b": {
+        **_sizes("qwen3", 2048, 6144, 28, 16, 8, 151936, tied=True),
+        "head_dim": 128,
+    },
     "qwen3-8b": {
         **_sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False),
         "head_dim": 128,
+    },
+    "falcon-e-3b": {
+        **_sizes("llama", 2048, 13312, 32, 16, 2, 32768, tied=False),
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768,
+    },
+    "llama3-8b": {
+        **_sizes("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
 }
 """config.json of models that others publish, ternary or made so, as far as speed depends on it."""
@@ -140,6 +156,7 @@ def cached_random_model(
     *,
     cache: Path | None = None,
     packed_format: str = "i2",
+    embeddings: str = "int8",
     scale_group: int = 0,
 ) -> Path:
     """The folder of a random model, written unless it is already in the cache, by default one of this
@@ -150,11 +167,16 @@ def cached_random_model(
     if cache is None:
         owner = os.getuid() if hasattr(os, "getuid") else "user"
         cache = Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
-    name = f"{preset}-{pattern}-{packed_format}-int8-v{_VERSION}".replace(":", "of")
+    name = f"{preset}-{pattern}-{packed_format}-{embeddings}-v{_VERSION}".replace(":", "of")
     folder = cache / (name + f"-g{scale_group}" * bool(scale_group))
     if not (folder / "config.json").is_file():
         write_random_model(
-            folder, preset, pattern, packed_format=packed_format, scale_group=scale_group
+            folder,
+            preset,
+            pattern,
+            packed_format=packed_format,
+            embeddings=embeddings,
+            scale_group=scale_group,
         )
     return folder
 
@@ -165,19 +187,19 @@ def write_random_model(
     pattern: NMPattern,
     *,
     packed_format: str = "i2",
+    embeddings: str = "int8",
     scale_group: int = 0,
     vocab_size: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Write a packed folder with random weights, embedding and head in int8, and a tokenizer whose tokens
-    are the 256 bytes and the end of text.
+    """Write a packed folder with random weights, and a tokenizer with the 256 bytes and the end of text.
 
     Args:
         out: the folder, which must not exist.
         preset: name of a preset or a published shape.
         pattern: zeros of the weights.
-        packed_format: "i2", "b3", "nm-enum", or "nm-sign", in which no weight is zero but those that the
-            pattern drops.
+        packed_format: "i2", "b3", "nm-enum", or "nm-sign", whose only zeros are those of the pattern.
+        embeddings: "int8", "bf16", or "ternary" with a scale for 128 weights or `scale_group`.
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
         vocab_size: tokens, for another tokenizer; default the preset's.
         seed: of all values.
@@ -191,12 +213,15 @@ def write_random_model(
     shape = read_architecture(config, preset)
     if packed_format not in ROWS:
         raise UserError(f"random models are written as {', '.join(ROWS)}, not {packed_format!r}")
+    table_group = scale_group or _TABLE_GROUP
+    if embeddings == "ternary" and shape.hidden % table_group:
+        raise UserError(f"ternary embeddings: {table_group} does not divide rows of {shape.hidden}")
     metadata = PackedMetadata(
         packed_format=packed_format,
         format=SparseBitConfig(
             pattern=pattern, quantizer="binary" if needs_exact(packed_format) else "absmean"
         ),
-        embeddings="int8",
+        embeddings=embeddings,
         layers={
             f"model.layers.{layer}.{name}": size
             for layer in range(shape.layers)
@@ -234,9 +259,21 @@ def _tensors(
         dtype = "float16" if scale_group else "float32"
         yield _filled(f"{name}.weight_scale", dtype, scales, source.weight_scale)
     for table in (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD):
-        yield TensorSpec(table, "int8", (shape.vocab, shape.hidden)), _embedding(shape, seed)
-        scale = _WEIGHT_STD * 3.5 / 127
-        yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), scale)
+        if metadata.embeddings == "ternary":
+            dense, group = NMPattern(1, 1), scale_group or _TABLE_GROUP
+            source = _RandomCodes(dense, seed + 1)
+            spec = TensorSpec(table, "uint8", (shape.vocab, row_bytes("i2", dense, shape.hidden)))
+            pieces = source.pieces(shape.vocab, shape.hidden)
+            yield spec, (ROWS["i2"][0](codes, dense) for codes in pieces)
+            scales = shape.vocab, shape.hidden // group
+            yield _filled(f"{table}_scale", "float16", scales, source.weight_scale)
+            continue
+        is_int8 = metadata.embeddings == "int8"
+        spec = TensorSpec(table, "int8" if is_int8 else "bfloat16", (shape.vocab, shape.hidden))
+        yield spec, _embedding(shape, is_int8, seed)
+        if is_int8:
+            scale = _WEIGHT_STD * 3.5 / 127
+            yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), scale)
     rng = np.random.Generator(np.random.SFC64([seed, 2]))
     vectors = {
         f"model.layers.{layer}.{name}": length
@@ -256,17 +293,22 @@ def _filled(
     return TensorSpec(name, dtype, size), (np.full(size, value, dtype) for _ in range(1))
 
 
-def _embedding(shape: Architecture, seed: int) -> Iterator[np.ndarray]:
+def _embedding(shape: Architecture, is_int8: bool, seed: int) -> Iterator[np.ndarray]:
     rng = np.random.Generator(np.random.SFC64([seed, 1]))
     values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
-    # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
-    table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
+    if is_int8:
+        # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
+        table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
+    else:
+        # The upper half of a float32 is its bfloat16, truncated.
+        table = ((_WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
     step = max(1, _PIECE_WEIGHTS // shape.hidden)
     for first in range(0, shape.vocab, step):
         count = min(step, shape.vocab - first)
         drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
         piece = table[drawn].reshape(count, shape.hidden)
-        piece[:, 0] = 127
+        if is_int8:
+            piece[:, 0] = 127
         yield piece
 
 
