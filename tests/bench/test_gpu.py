@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sparse_bitnet.bench import gpu
-from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL, GpuBenchOptions
+from sparse_bitnet.bench.options import GpuBenchOptions
 from sparse_bitnet.cli.bench import main
 from sparse_bitnet.errors import UserError
 
@@ -87,11 +87,6 @@ def test_a_step_that_fails_is_named_and_ends_with_code_1(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit, match="1"):
         main(["gpu", "--rehearse", "--out", str(tmp_path)])
     assert "decode 2:4: no driver" in capsys.readouterr().out
-
-
-def test_the_papers_sizes_are_the_defaults():
-    assert list(PAPER_PREFILL) == [2**power for power in range(9, 17)]
-    assert list(PAPER_DECODE) == [64, 128, 256, 512]
 
 
 def test_what_cannot_be_measured_is_refused(options):

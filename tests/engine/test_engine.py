@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU engine on packed folders: what transformers computes, for every form of weights and head."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -384,3 +386,22 @@ def test_threads_take_turns_and_closing_waits_for_them(qwen: Path) -> None:
     assert not any(sequence.is_open for sequence in sequences)
     with pytest.raises(ValueError, match="closed"):
         engine.forward([(sequences[0], [1])])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_the_child_of_a_fork_is_refused_while_the_parent_computes(qwen: Path) -> None:
+    engine = Engine.load(qwen, threads=2)
+    sequence = engine.new_sequence()
+    with engine.turn():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            try:
+                sequence.close()
+                engine.close()
+                engine.forward([(sequence, [1])])
+            except ValueError as error:
+                os._exit(0 if "before this process was forked" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    engine.forward([(sequence, [1])])

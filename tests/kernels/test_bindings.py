@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extension refuses sizes that do not fit before it allocates, divides or multiplies with them."""
 
-import os
 import threading
 from functools import cache
 
@@ -117,21 +116,6 @@ def test_a_decoder_takes_one_caller_at_a_time() -> None:
         stop.set()
         other.join()
     decoder.close(sequence)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
-def test_a_decoder_stays_with_its_process() -> None:
-    decoder = small_decoder().decoder
-    child = os.fork()
-    if child == 0:
-        try:
-            decoder.open()
-        except RuntimeError as error:
-            decoder.shut()
-            os._exit(0 if "load it after the fork" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    decoder.close(decoder.open())
 
 
 def test_a_decoder_that_is_shut() -> None:

@@ -6,6 +6,7 @@ sequences, the checks of a batch, and one caller at a time. Free of torch.
 model.
 """
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -64,11 +65,12 @@ class EngineSequence:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
-        with self.engine._turns:
-            if self.is_open:
-                self.engine._release(self)
-                self.engine.sequences.remove(self)
-                self.is_open = False
+        if self.engine.is_of_this_process:
+            with self.engine._turns:
+                if self.is_open:
+                    self.engine._release(self)
+                    self.engine.sequences.remove(self)
+                    self.is_open = False
 
     def check(self, length: int) -> int:
         """The length. Raises `ValueError` if the sequence is closed or has fewer tokens."""
@@ -100,6 +102,7 @@ class InferenceEngine(ABC):
         self.hidden_size = hidden_size
         self.sequences: list[EngineSequence] = []
         self._turns = threading.RLock()
+        self._process = os.getpid()
         self._is_closed = False
 
     @staticmethod
@@ -154,17 +157,25 @@ class InferenceEngine(ABC):
 
     def close(self) -> None:
         """Give the memory back, after a call of another thread has ended; a second call does nothing.
-        Sequences are then closed."""
-        with self._turns:
-            for sequence in list(self.sequences):
-                sequence.close()
-            if not self._is_closed:
-                self._is_closed = True
-                self._close()
+        Sequences are then closed. In the child of a fork, the memory stays the parent's."""
+        if self.is_of_this_process:
+            with self._turns:
+                for sequence in list(self.sequences):
+                    sequence.close()
+                if not self._is_closed:
+                    self._is_closed = True
+                    self._close()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it was not loaded before a fork, whose child has none of the engine's threads."""
+        return self._process == os.getpid()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, no other thread changes the engine. Raises `ValueError` after `close`."""
+        """Inside, no other thread changes the engine. Raises `ValueError` after `close` and a fork."""
+        if not self.is_of_this_process:
+            raise ValueError("the engine was loaded before this process was forked: load it here")
         with self._turns:
             if self._is_closed:
                 raise ValueError("the engine is closed")
