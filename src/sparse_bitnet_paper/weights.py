@@ -68,6 +68,7 @@ def count_weights(
     pattern.check_divides(weight.shape[-1], name)
     weight = weight.detach()
     selection, mean, values = select(weight, config), absmean(weight), weight.float()
+    codes: Any
     if config.weight == "ternary" and not config.is_plain:
         codes = select(weight, config, kept=config.pattern.m).codes
     else:  # the codes of absmean follow from its scale
