@@ -24,7 +24,7 @@ def test_dense_and_sparse_products_give_the_trained_models_logits(options, patte
     for variant in ("fake", "int8", "sparse"):
         model = gpu.build(options, variant, pattern, torch.float32).eval()
         if variant != "fake":
-            gpu.for_inference_(model, variant, compiled=False)
+            gpu.for_inference_(model, variant)
         with torch.no_grad():
             logits.append(model(ids).logits)
     assert torch.equal(logits[1], logits[2])

@@ -116,16 +116,15 @@ def build(options: GpuBenchOptions, variant: str, pattern: str, dtype: torch.dty
 
 
 @torch.no_grad()
-def for_inference_(model: Any, variant: str, compiled: bool) -> Any:
-    """Put `Int8Linear` in the place of ternary layers and compile the blocks; returns `model`."""
+def for_inference_(model: Any, variant: str) -> Any:
+    """Put `Int8Linear` in the place of ternary layers; on a GPU compile the blocks. Returns `model`."""
     for name, layer in list(sparse_layers(model).items()):
         windows = layer.config.pattern if variant == "sparse" else None
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Int8Linear(layer, windows, name))
     model.eval().requires_grad_(False)
-    if compiled:
-        for block in model.get_decoder().layers:
-            block.compile(dynamic=False)
+    for block in model.get_decoder().layers if model.device.type == "cuda" else ():
+        block.compile(dynamic=False)
     return model
 
 
@@ -149,7 +148,7 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
         make_deterministic(torch.device(options.device))
     for name in variants if phase != "train" and wanted else ():
         model = build(options, name, pattern, torch.bfloat16)
-        models[name] = for_inference_(model, name, options.device == "cuda")
+        models[name] = for_inference_(model, name)
     make = _prefill if phase == "prefill" else _decode
     for size in wanted:
         if phase == "train":

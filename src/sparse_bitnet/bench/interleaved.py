@@ -188,25 +188,31 @@ def table(rows: list[Row]) -> "Table":
     first = rows[0]
     shown = Table(
         title=f"{first['model']} {first['pattern']}, kv-cache {first['kv_cache']}",
-        caption=f"Share of the roofline: of the memory's or the int8 speed, measured too. Medians of "
-        f"{first['rounds']} rounds; spread: slowest over fastest. A batch shares its context.",
+        caption=f"Medians of {first['rounds']} rounds. Spread: slowest over fastest. Share: of the "
+        "roofline, measured too. MB: resident. A batch shares its context.",
         box=box.SIMPLE_HEAD,
     )
-    shown.add_column("weights, head, threads, isa", overflow="fold")
-    shown.add_column("measured", overflow="fold")
-    for name in ("tokens/s", "spread", "of the roofline", "resident, MB"):
-        shown.add_column(name, justify="right")
+    shown.add_column("weights, head")
+    for name in ("tokens/s", "spread", "share", "MB"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    engines: dict[str, list[Row]] = {}
     for row in rows:
-        engine = f"{row['weight_format']}, {row['head']}, {row['threads']}, {row['isa']}"
-        what = f"prefill {row['tokens']}"
-        if row["phase"] == "decode":
-            what = f"decode behind {row['tokens']}, batch {row['batch']}"
-        share, limit = row["int8_share"], f"{row['int8_ops_per_second'] / 1e12:.2f} TOP/s"
-        if (row["memory_share"] or 0.0) > share:
-            share, limit = row["memory_share"], f"{row['read_bytes_per_second'] / 1e9:.1f} GB/s"
-        resident = row["resident_bytes"]
-        shown.add_row(
-            *(engine, what, f"{row['tokens_per_second']:.1f}", f"{row['spread']:.0%}"),
-            *(f"{share:.0%} of {limit}", "-" if resident is None else f"{resident / 1e6:.0f}"),
-        )
+        threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        engine = f"{row['weight_format']}, {row['head']}, {threads}, {row['isa']}"
+        engines.setdefault(engine, []).append(row)
+    for engine, own in engines.items():
+        shown.add_section()
+        shown.add_row(engine)
+        for row in own:
+            what = f"  prefill {row['tokens']}"
+            if row["phase"] == "decode":
+                what = f"  decode behind {row['tokens']}, batch {row['batch']}"
+            share, limit = row["int8_share"], f"{row['int8_ops_per_second'] / 1e12:.2f} TOP/s"
+            if (row["memory_share"] or 0.0) > share:
+                share, limit = row["memory_share"], f"{row['read_bytes_per_second'] / 1e9:.1f} GB/s"
+            resident = (
+                "-" if row["resident_bytes"] is None else f"{row['resident_bytes'] / 1e6:.0f}"
+            )
+            speed = f"{row['tokens_per_second']:.1f}"
+            shown.add_row(what, speed, f"{row['spread']:.0%}", f"{share:.0%} of {limit}", resident)
     return shown
