@@ -75,7 +75,7 @@ for name in {modules}:
         ran.append(name)
     except ModuleNotFoundError as error:
         assert error.name.partition(".")[0] in (*OF_TRAIN, "lm_eval", "triton"), (name, error)
-for name in ("cli.generate", "cli.serve", "cli.bench", "cli.import_",
+for name in ("cli.generate", "cli.serve", "cli.bench", "cli.export",
              "engine.engine", "engine.engine_options", "serve.http_server", "generation.conversation"):
     assert "sparse_bitnet." + name in ran, name
 from sparse_bitnet import host

@@ -174,9 +174,7 @@ def test_models_lists_the_published_shapes(told):
 
 
 def test_models_lists_public_ones(capsys):
-    from sparse_bitnet.cli.models import main
-
-    main(["--known"])
+    main(["models", "--known"])
     printed = capsys.readouterr().out
     for name in ("microsoft/bitnet-b1.58-2B-4T", "microsoft/BitNet-embedding", "BitCPM-CANN"):
         assert name in printed

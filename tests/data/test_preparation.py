@@ -262,12 +262,12 @@ def test_folder_in_use(text: Path, tmp_path: Path, tokenizer_folder: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give either a tokenizer or the vocabulary size"),
-        ({"tokenizer": "x", "vocab_size": 300}, "give either a tokenizer or the vocabulary size"),
+        ({}, "give either --tokenizer PATH_OR_HUB_ID or --vocab-size N"),
+        ({"tokenizer": "x", "vocab_size": 300}, "give either --tokenizer"),
         ({"vocab_size": 300, "eos_token": "z"}, "for a tokenizer that is loaded only"),
         ({"vocab_size": 300, "shard_tokens": 0}, "a shard of 0 tokens is too small"),
-        ({"vocab_size": 100}, "vocabulary size 100 is too small"),
-        ({"vocab_size": 10**12}, "vocabulary size 1000000000000 is too large"),
+        ({"vocab_size": 100}, "vocabulary size 100: must be 257"),
+        ({"vocab_size": 10**12}, "vocabulary size 1000000000000: must be 257 .* to 16777216"),
     ],
 )
 def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.cli import pack as command
-from sparse_bitnet.cli.import_ import ImportConfig
+from sparse_bitnet.cli.export import ImportConfig
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import verify
 from sparse_bitnet.packing.formats import FORMATS

@@ -20,12 +20,12 @@ COMMANDS = {
     "serve": ("serve.main", "serve a checkpoint as OpenAI's API"),
     "pack": ("pack.main", "write a trained model as a small, exact file"),
     "export": ("export.main", "write a model in a format other tools read"),
-    "import": ("import_.main", "read a ternary checkpoint of another tool"),
+    "import": ("export.import_", "read a ternary checkpoint of another tool"),
     "bench": ("bench.main", "speed of the CPU engine, beside the machine's limits"),
     "reproduce": ("paper.reproduce", "the paper's experiments at a chosen scale"),
     "report": ("paper.report", "tables, figures and claims from their results"),
     "analyze": ("paper.analyze", "weight statistics and figures of checkpoints"),
-    "models": ("models.main", "list the model presets"),
+    "models": ("env.models", "list the model presets"),
     "env": ("env.main", "versions, devices, and which kernels are in use"),
 }
 """Each verb with its function in this package, which takes the words after the verb, and a summary."""

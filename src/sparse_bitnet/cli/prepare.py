@@ -93,8 +93,6 @@ def main(
     from sparse_bitnet.data.sources import parse_source
     from sparse_bitnet.training.config import TrainConfig
 
-    if (tokenizer.tokenizer is None) == (tokenizer.vocab_size is None):
-        raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
     if not 0 <= part < parts:
         raise UserError(
             f"--part {part} of --parts {parts}: there is at least one, and they are numbered from 0"
@@ -103,7 +101,7 @@ def main(
     parsed = parse_source(source, **asdict(text))
     options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
     if parts > 1:
-        if options.pop("vocab_size") is not None:
+        if options.pop("vocab_size") is not None or tokenizer.tokenizer is None:
             raise UserError("--parts needs --tokenizer: all parts must use the same one")
         whole = prepare_part(parsed, out, part=part, parts=parts, **options)
         if whole is None:

@@ -13,8 +13,7 @@ of the held-out text stands in the training text is measured, and left out of a 
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ _KNOWN_SHARE = 0.01
 _CHUNK_TOKENS = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SeparatedSource:
     """A source of which near-duplicates do not lie on both sides of the split.
 
@@ -73,6 +72,7 @@ class SeparatedSource:
     source: TextSource
     afterwards: bool = False
     """The text is read once, and held-out documents that occur in the training text are left out."""
+    _moved: dict[int, str | None] | None = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -88,26 +88,22 @@ class SeparatedSource:
 
     def documents(self, state: State = None) -> Iterator[Document]:
         """Those of the source, near-duplicates on one side of the split."""
-        if self.afterwards:
-            yield from self.source.documents(state)
-            return
+        moved = self.find() if self._moved is None else self._moved
         first, inner = state or (0, None)
         for number, document in enumerate(self.source.documents(inner), first):
-            if (side := self._moved.get(number, document.split)) is not None:
+            if (side := moved.get(number, document.split)) is not None:
                 position = None if document.state is None else [number + 1, document.state]
                 yield document._replace(split=side, state=position)
 
-    def find(self, on_bytes: Callable[[int], None]) -> None:
-        """Read the whole text and find the groups now; `documents` does it otherwise."""
-        if not self.afterwards:
-            vars(self)["_moved"] = self._find(on_bytes)
+    def find(self, on_bytes: Callable[[int], None] = lambda size: None) -> dict[int, str | None]:
+        """Read the whole text for its groups, as `documents` does otherwise.
 
-    @cached_property
-    def _moved(self) -> dict[int, str | None]:
-        return self._find(lambda size: None)
+        Returns the documents, by number, that change sides, and to which; None: they are left out.
+        """
+        self._moved = {} if self.afterwards else self._find(on_bytes)
+        return self._moved
 
     def _find(self, on_bytes: Callable[[int], None]) -> dict[int, str | None]:
-        """Documents, by number, that change sides, and to which; None: they are left out."""
         held_out, order, keys, sizes = [], [], [], []
         size = 0
         for document in self.source.documents():

@@ -101,7 +101,7 @@ def prepare(
     """
     out = Path(out)
     if (tokenizer is None) == (vocab_size is None):
-        raise UserError("give either a tokenizer or the vocabulary size of a new one")
+        raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
     if vocab_size is not None:
         check_vocabulary_size(vocab_size)
     if eos_token is not None and not isinstance(tokenizer, str | Path):

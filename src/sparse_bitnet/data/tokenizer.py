@@ -31,12 +31,10 @@ _QWEN2_PATTERN = (
 
 def check_vocabulary_size(vocab_size: int) -> None:
     """Raise `UserError` for a size of which `train_tokenizer` makes none."""
-    if vocab_size > LARGEST_VOCABULARY:
-        raise UserError(f"vocabulary size {vocab_size} is too large: {LARGEST_VOCABULARY} at most")
-    if vocab_size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
-            f"vocabulary size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need "
-            f"{SMALLEST_VOCABULARY}"
+            f"vocabulary size {vocab_size}: must be {SMALLEST_VOCABULARY} (256 bytes and {END_OF_TEXT}) "
+            f"to {LARGEST_VOCABULARY}"
         )
 
 
