@@ -43,8 +43,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
 
     Takes the memory of the float32 weights, no more; optimiser state is not read.
 
-    Raises `UserError` for a damaged checkpoint, one that does not say what model it holds (of an older
-    release), and when the folder cannot be written.
+    Raises `UserError` for a damaged checkpoint, and when the folder cannot be written.
     """
     path = checkpoint.path
     made = path.parent.parent / CONSOLIDATED / path.name
@@ -53,8 +52,6 @@ def consolidated(checkpoint: SavedStep) -> Path:
     if what := damage(checkpoint):
         raise UserError(f"{path}: {what}; name an older checkpoint, or continue the run")
     described = path / MODEL_FOLDER
-    if not (described / "config.json").is_file():
-        raise UserError(f"{path} does not describe its model; continue the run: its next one will")
     check_folder(described)
     weights = read_weights(checkpoint)
     if any(".lora_A." in name for name in weights):
