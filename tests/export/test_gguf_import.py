@@ -420,7 +420,8 @@ def test_who_takes_no_ordinary_file_names_distill(
     [
         (lambda data: data[:4] + data[4:8][::-1] + data[8:], "of the other byte order"),
         (lambda data: b"FUGG" + data[4:], "of the other byte order"),
-        (lambda data: b"tjgg" + data[4:], "is not a GGUF file"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        (lambda data: b"tjgg" + data[4:], "GGML from before GGUF"),
     ],
 )
 def test_other_files_are_named_for_what_they_are(

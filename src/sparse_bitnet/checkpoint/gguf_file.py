@@ -40,6 +40,12 @@ _OF_LLAMA_CPP = 100
 """Its types have lower numbers; other tools give theirs higher ones."""
 
 
+_NOT_GGUF = {b"vers": "a Git LFS pointer stands in its place: git lfs pull"} | dict.fromkeys(
+    (b"lmgg", b"fmgg", b"tjgg", b"algg"), "GGML from before GGUF: convert it again"
+)
+"""Beginnings of other files, and what to do."""
+
+
 @dataclass(frozen=True)
 class GgufEntry:
     """A tensor of the file."""
@@ -194,7 +200,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
         if (magic := self._bytes(4)) not in (_MAGIC, _MAGIC[::-1]):
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError(_NOT_GGUF.get(magic, "it does not begin with GGUF"))
         version = self._number("I")
         if magic != _MAGIC or version >= 1 << 16:
             raise UserError("it is of the other byte order, big-endian: convert the model again")
