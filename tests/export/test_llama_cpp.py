@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
@@ -40,18 +39,6 @@ def test_other_embeddings_and_rows_of_64(checkpoint: Path, tmp_path: Path, embed
     assert found.failures == []
 
 
-def test_long_texts_give_the_same_tokens(
-    checkpoint: Path, python_text: str, tmp_path: Path
-) -> None:
-    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
-    tokenizer = load_tokenizer(checkpoint)
-    with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:
-        assert (
-            reader.tokenise(python_text)
-            == tokenizer(python_text, add_special_tokens=False).input_ids
-        )
-
-
 def test_the_gpt_2_pre_tokenizer_is_the_same_there(
     checkpoint: Path, python_text: str, tmp_path: Path
 ) -> None:
@@ -66,13 +53,3 @@ def test_the_gpt_2_pre_tokenizer_is_the_same_there(
     with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:
         for text in (PARAGRAPH, python_text):
             assert reader.tokenise(text) == tokenizer(text, add_special_tokens=False).input_ids
-
-
-def test_the_next_token_follows_from_what_came_before(checkpoint: Path, tmp_path: Path) -> None:
-    """A second text in the same reader starts afresh."""
-    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
-    tokens = torch.arange(1, 33).numpy()
-    with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:
-        first = reader.log_probabilities(tokens)
-        reader.log_probabilities(tokens[::-1].copy())
-        assert torch.equal(first, reader.log_probabilities(tokens))

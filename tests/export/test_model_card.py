@@ -3,14 +3,13 @@
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.export.export_config import FORMATS
-from sparse_bitnet.export.model_card import model_card, read_record
+from sparse_bitnet.export.model_card import model_card
 from sparse_bitnet.training.config import TrainConfig
 
 
@@ -67,18 +66,6 @@ def test_every_tool_has_its_command(source, format: str, commands: list[str]) ->
         assert command in card
     assert "## Training" not in card
     assert "## Checked" not in card
-
-
-def test_a_checkpoint_of_a_run_has_no_result(run: Path, checkpoint: Path) -> None:
-    folder = run / "checkpoints" / "step-00000100"
-    shutil.copytree(checkpoint, folder)
-    (folder / "train_config.json").write_text(
-        json.dumps(asdict(TrainConfig(steps=77, data="gone")))
-    )
-    record = read_record(folder)
-    assert record.config["steps"] == 77
-    assert record.result == {}
-    assert record.data_folder is None
 
 
 def test_full_precision(make_checkpoint) -> None:

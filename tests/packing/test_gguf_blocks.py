@@ -62,18 +62,6 @@ def test_unpacking(random_codes, block: BlockType, rows, blocks, seed, scale) ->
     assert (found_scales == np.float16(scale)).all()
 
 
-@pytest.mark.parametrize("block", [TQ1_0, TQ2_0], ids=lambda block: block.name)
-def test_what_gguf_py_quantises_is_unpacked(random_codes, block: BlockType) -> None:
-    gguf = pytest.importorskip("gguf", reason="pip install gguf")
-    codes = random_codes(3, 512, 0).numpy()
-    scales_of_blocks = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
-    values = codes * scales_of_blocks.repeat(256, 1)
-    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType(block.type_id))
-    found, found_scales = block.unpack(packed.reshape(-1), *codes.shape)
-    assert np.array_equal(found, codes)
-    assert np.array_equal(found_scales, scales_of_blocks.astype(np.float16))
-
-
 def named(name: str) -> BlockType:
     return next(block for block in READ_TYPES if block.name == name)
 

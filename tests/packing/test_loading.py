@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,19 +84,6 @@ def test_the_model_holds_packed_layers(packed: Path) -> None:
         model.save_pretrained(packed / "copy")
 
 
-def test_scales_stay_float32_in_other_types(trained: Trained, packed: Path) -> None:
-    model = from_pretrained(packed, dtype=torch.bfloat16)
-    assert model.dtype == torch.bfloat16
-    layer = next(iter(packed_layers(model).values()))
-    assert layer.weight_scale.dtype == torch.float32
-    assert model(IDS).logits.dtype == torch.bfloat16
-
-
-def test_autocast_follows_the_trained_layer(trained: Trained, packed: Path) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(logits(packed), logits(trained()))
-
-
 def metadata_values() -> dict[str, Any]:
     return {
         "version": 1,
@@ -133,25 +119,6 @@ def test_metadata_is_not_trusted(key: str, value: Any) -> None:
     with contextlib.suppress(UserError):
         metadata = PackedMetadata.from_json(values, "here")
         assert PackedMetadata.from_json(metadata.to_json(), "here") == metadata
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"version": 2}, "packed format version 2 is not readable by this release"),
-        ({"version": True}, "version True is not readable"),
-        ({"packed_format": "q4"}, "unknown packed format"),
-        ({"embeddings": "int4"}, "unknown packed format or embedding type"),
-        ({"pattern": "2:4"}, "contradict each other"),
-        ({"layers": {"q": [4]}}, "metadata is incomplete"),
-        ({"layers": {"q": [4, -16]}}, "not two positive sizes"),
-        ({"format": {}}, "sparse_bitnet config lacks"),
-        ({"layers": None}, "metadata is incomplete"),
-    ],
-)
-def test_unreadable_metadata(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"here: .*{message}"):
-        PackedMetadata.from_json(metadata_values() | changes, "here")
 
 
 def rewrite(folder: Path, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -250,15 +217,3 @@ def test_a_table_has_scales_of_its_own_rows(trained: Trained, tmp_path: Path, ro
     for read in (from_pretrained, open_checkpoint):
         with pytest.raises(UserError, match=r"model\.embed_tokens\.weight_scale"):
             read(tmp_path / "packed")
-
-
-def test_one_file_is_expected(packed: Path) -> None:
-    names = list(TensorFile(packed / "model.safetensors").entries)
-    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
-    for part in (0, 1):
-        shutil.copy(packed / "model.safetensors", packed / f"model-{part}.safetensors")
-    (packed / "model.safetensors").unlink()
-    index = {"metadata": {}, "weight_map": weight_map}
-    (packed / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"one model\.safetensors file"):
-        from_pretrained(packed)

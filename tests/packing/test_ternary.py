@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.ternary import ternary_of_floats, with_fewest_scales
@@ -25,15 +23,6 @@ def test_floats_come_back_exactly(random_codes: Any, dtype: torch.dtype, group: 
     assert torch.equal(found.values(), weight.reshape(6, 512).float())
     assert found.weight_scale.shape == (shape if group else ())
     assert found.weight_scale.dtype == (dtype if group else torch.float32)
-
-
-@given(seed=st.integers(0, 2**32 - 1), columns=st.sampled_from([5, 48, 64, 96, 320]))
-def test_rows_of_any_length(random_codes: Any, seed: int, columns: int) -> None:
-    codes = random_codes(3, columns, seed)
-    weight = codes * torch.tensor([[0.5], [0.25], [3.0]])
-    found = ternary_of_floats(weight, "layer")
-    assert found is not None
-    assert torch.equal(found.values(), weight)
 
 
 def test_all_zero_runs_rows_and_matrices(random_codes: Any) -> None:

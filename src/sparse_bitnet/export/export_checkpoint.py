@@ -11,12 +11,19 @@ from pathlib import Path
 import torch
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
-from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
+from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS, write_json
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import folder_formats, gguf_export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.hf_folder import check_new_folder, write_folder
+from sparse_bitnet.export.hf_folder import (
+    check_new_folder,
+    copy_tokenizer,
+    older_rope,
+    plain_config,
+    write_generation_config,
+    write_safetensors,
+)
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.verify import Verification, absent_reader, text_to_verify, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
@@ -73,7 +80,8 @@ def export(
     verification = None
     if text is not None:
         verification = verify(source, out, config, text, on_verified)
-        write_atomic(out / "README.md", _card(source, config, verification))
+        card = model_card(source, config.format, config.embeddings, checked=verification.rows())
+        write_atomic(out / "README.md", card)
     warning = None if block is None else gguf_export.notes(source, block)
     if config.format == "dense" and source.format.weight == "ternary":
         warning = folder_formats.DENSE_WARNING
@@ -97,24 +105,25 @@ def write(
         )
     block = _block(config)
     _check_tensors(source, holds_linear_norms=block is not None)
-    card = _card(source, config, None)
-    if block is not None:
-        with atomic_folder(out) as folder:
+    if block is None:
+        folder_formats.check(source, config.format)
+    with atomic_folder(out) as folder:
+        if block is not None:
             path = folder / gguf_file_name(config.format)
             gguf_export.write(path, source, block, config.embeddings, on_progress)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        return
-    dtype = DTYPES[config.embeddings]
-    folder_formats.check(source, config.format)
-    write_folder(
-        out,
-        source,
-        folder_formats.deferred_tensors(source, config.format, dtype),
-        dtype=dtype,
-        quantization_config=folder_formats.quantization_config(source, config.format),
-        model_card=card,
-        on_progress=on_progress,
-    )
+        else:
+            dtype = DTYPES[config.embeddings]
+            tensors = folder_formats.deferred_tensors(source, config.format, dtype)
+            write_safetensors(folder / "model.safetensors", tensors, on_progress)
+            values = older_rope(source.config) | plain_config(source.config, dtype)
+            values |= {EXPORTED_FORMAT: str(source.format)}
+            if entry := folder_formats.quantization_config(source, config.format):
+                values["quantization_config"] = entry
+            write_json(folder / "config.json", values)
+            copy_tokenizer(source.folder, folder)
+            write_generation_config(source.folder, folder)
+        card = model_card(source, config.format, config.embeddings)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
@@ -136,12 +145,6 @@ def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
                 f"{source.folder}: {name} is {shapes[0]} in the file and {shapes[1]} in the formats of "
                 "other tools, which follow config.json"
             )
-
-
-def _card(source: Checkpoint, config: ExportConfig, verification: Verification | None) -> str:
-    assert config.embeddings is not None
-    checked = verification.rows() if verification is not None else []
-    return model_card(source, config.format, config.embeddings, checked=checked)
 
 
 def _block(config: ExportConfig) -> BlockType | None:

@@ -203,7 +203,7 @@ def write(
     """
     tensors = gguf_tensors(source, block, embeddings)
     vocabulary = read_vocabulary(source.folder, source.config["vocab_size"])
-    row, metadata = _metadata(source)
+    (row, metadata), file = _metadata(source), source.file
     writer = GGUFWriter(path, row.name)
     writer.add_name(source.title)
     writer.add_description(f"sparse-bitnet {source.format}")
@@ -211,7 +211,12 @@ def write(
     writer.add_quantization_version(2)
     writer.add_string(FORMAT, str(source.format))
     if source.has_one_scale:
-        writer.add_array(WEIGHT_SCALES, [_float32_scale(source, layer) for layer in source.layers])
+        # Of a packed layer without unpacking its codes.
+        scales = [
+            file.checked(f"{layer}.weight_scale") if file else source.ternary(layer).weight_scale
+            for layer in source.layers
+        ]
+        writer.add_array(WEIGHT_SCALES, [scale.item() for scale in scales])
     for key, value in metadata.items():
         types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
         writer.add_key_value(key, value, types.get(type(value), GGUFValueType.ARRAY))
@@ -238,10 +243,3 @@ def write(
                 on_progress(done, total)
     finally:
         writer.close()
-
-
-def _float32_scale(source: Checkpoint, layer: str) -> float:
-    # Of a packed layer without unpacking its codes.
-    name = f"{layer}.weight_scale"
-    scale = source.ternary(layer).weight_scale if source.file is None else source.file.checked(name)
-    return scale.item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A complete Hugging Face model folder: config, weights, tokenizer, generation config, model card.
+"""The files of a Hugging Face model folder: weights, config, tokenizer, generation config.
 
 Tensors are computed when they are written, so that an export needs the memory of one layer. Importing
 this module imports no torch.
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.config_fields import FULL, WINDOWED
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
@@ -23,7 +22,6 @@ from sparse_bitnet.checkpoint.model_folder import (
     write_json,
 )
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.progress import OnProgress
 
@@ -87,32 +85,6 @@ def write_safetensors(
                     on_progress(done, total)
 
 
-def write_folder(
-    out: Path,
-    source: Checkpoint,
-    tensors: Sequence[DeferredTensors],
-    *,
-    dtype: "torch.dtype",
-    quantization_config: dict[str, Any] | None,
-    model_card: str,
-    on_progress: OnProgress | None = None,
-) -> None:
-    """Write the folder `out` in one step; nothing is there before all of it is.
-
-    Raises `UserError` when the disk is full or `out` cannot be written.
-    """
-    with atomic_folder(out) as folder:
-        write_safetensors(folder / "model.safetensors", tensors, on_progress)
-        config = _older_rope(source.config) | plain_config(source.config, dtype)
-        config |= {EXPORTED_FORMAT: str(source.format)}
-        if quantization_config is not None:
-            config["quantization_config"] = quantization_config
-        write_json(folder / "config.json", config)
-        copy_tokenizer(source.folder, folder)
-        write_generation_config(source.folder, folder)
-        (folder / "README.md").write_text(model_card, encoding="utf-8")
-
-
 def plain_config(
     config: dict[str, Any], dtype: Union["torch.dtype", str] = "float32"
 ) -> dict[str, Any]:
@@ -123,7 +95,7 @@ def plain_config(
     return others | {"dtype": str(dtype).removeprefix("torch.")}
 
 
-def _older_rope(config: dict[str, Any]) -> dict[str, Any]:
+def older_rope(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of `rope_parameters` under the names of transformers 4, which ignores that table."""
     tables = config.get("rope_parameters")
     if not isinstance(tables, dict):

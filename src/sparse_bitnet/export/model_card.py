@@ -2,6 +2,7 @@
 """The README.md of an export: what the model is, how it was trained, how to load it in each tool."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ _SIZES = (
 )
 
 
-def model_card(source: Checkpoint, format: str, embeddings: str, *, checked: list[Row]) -> str:
+def model_card(
+    source: Checkpoint, format: str, embeddings: str | None, *, checked: Sequence[Row] = ()
+) -> str:
     """The whole card as Markdown with a YAML head.
 
     Args:
@@ -37,8 +40,10 @@ def model_card(source: Checkpoint, format: str, embeddings: str, *, checked: lis
     except (AttributeError, KeyError, TypeError, ValueError):
         training = []  # what lies there was not written by a run
     template = Path(__file__).with_name("model_card.md.j2").read_text("utf-8")
-    options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    return jinja2.Template(template, **options).render(
+    card = jinja2.Template(
+        template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return card.render(
         source=source,
         is_ternary=source.format.weight == "ternary",
         format=format,
@@ -89,7 +94,7 @@ def _optional(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _bits(source: Checkpoint, format: str, embeddings: str) -> float:
+def _bits(source: Checkpoint, format: str, embeddings: str | None) -> float:
     if format.startswith("gguf"):
         wanted = BLOCK_TYPES[format.removeprefix("gguf-").upper()]
         shapes = source.layers.values()

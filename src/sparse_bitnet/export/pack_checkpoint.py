@@ -204,8 +204,7 @@ def _described(
 
 
 def _is_exact(checkpoint: Checkpoint) -> bool:
-    # What that quantiser keeps is never zero.
-    return checkpoint.format.quantizer == "binary"
+    return checkpoint.format.quantizer == "binary"  # what that one keeps is never zero
 
 
 def _write_tensors(
@@ -216,10 +215,16 @@ def _write_tensors(
     progress: OnProgress | None,
 ) -> int:
     """Returns the bytes of packed weights with their scales."""
-    done, weight_bytes = 0, 0
-    specs = (*_layer_specs(checkpoint, metadata), *_table_specs(checkpoint, forms))
+    done, weight_bytes, specs = 0, 0, []
+    for name, (rows, in_features) in metadata.layers.items():
+        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
+        specs.append(TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns)))
+        # Of several, shape and type are settled when they are written.
+        scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
+        specs.append(TensorSpec(f"{name}.weight_scale", *scales))
     as_stored = list(_specs_as_stored(checkpoint))
-    with TensorFileWriter(path, (*specs, *as_stored), metadata.to_json()) as writer:
+    specs += [*_table_specs(checkpoint, forms), *as_stored]
+    with TensorFileWriter(path, specs, metadata.to_json()) as writer:
         for name, (rows, in_features) in metadata.layers.items():
             codes, weight_scale = checkpoint.ternary(name)
             packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
@@ -236,15 +241,6 @@ def _write_tensors(
         for spec in as_stored:
             writer.write(spec.name, [checkpoint.read(spec.name)])
     return weight_bytes
-
-
-def _layer_specs(checkpoint: Checkpoint, metadata: PackedMetadata) -> Iterator[TensorSpec]:
-    for name, (rows, in_features) in metadata.layers.items():
-        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
-        yield TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns))
-        # Of several, shape and type are settled when they are written.
-        scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
-        yield TensorSpec(f"{name}.weight_scale", *scales)
 
 
 def _table_specs(checkpoint: Checkpoint, forms: Forms) -> Iterator[TensorSpec]:

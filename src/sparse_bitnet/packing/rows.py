@@ -297,14 +297,10 @@ def _sets(coded: NMPattern) -> np.ndarray:
     return np.array(rows, np.uint64)
 
 
-Pack = Callable[[np.ndarray, NMPattern], Bytes]
-Unpack = Callable[[Bytes, NMPattern, int], np.ndarray]
-"""The last argument is in_features."""
-
-ROWS: dict[str, tuple[Pack, Unpack]] = {
+ROWS: dict[str, tuple[Callable[..., Bytes], Callable[..., np.ndarray]]] = {
     "i2": (partial(_pack_planes, _I2), partial(_unpack_planes, _I2)),
     "b3": (partial(_pack_planes, _B3), partial(_unpack_planes, _B3)),
     "nm-enum": (_pack_nm_enum, _unpack_nm_enum),
     "nm-sign": (_pack_nm_sign, _unpack_nm_sign),
 }
-"""By format, what packs and what unpacks its rows."""
+"""By format, what packs (codes, pattern) and what unpacks (bytes, pattern, in_features)."""
