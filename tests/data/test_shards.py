@@ -123,7 +123,9 @@ def test_corrupt_shard_is_named_on_opening(
         monkeypatch.setattr(manifest, "ALWAYS_VERIFIED_BYTES", 0)
         TokenDataset.open(data)  # the copy is now known to be right
         flip_a_bit(data / "train-00000.bin", keep_time=True)  # what is known is not read again
-        TokenDataset.open(data)
+        dataset = TokenDataset.open(data)
+        with pytest.raises(UserError, match=r"train-00000\.bin: corrupt"):
+            dataset.verify()
         (data / ".verified.json").write_text("{")  # damaged: nothing is known
         with pytest.raises(UserError, match=r"train-00000\.bin: corrupt"):
             TokenDataset.open(data)

@@ -203,9 +203,15 @@ def check_size(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 
 
 def check_shards(
-    folder: Path, shards: Sequence[Shard], dtype: np.dtype, *, checksums: bool = True
+    folder: Path,
+    shards: Sequence[Shard],
+    dtype: np.dtype,
+    *,
+    checksums: bool = True,
+    again: bool = False,
 ) -> None:
-    """Check the sizes of shards and, if asked, the checksums of those that are not known to be right.
+    """Check the sizes of shards and, if asked, the checksums: of all `again`, or of those not known to be
+    right.
 
     Raises `UserError` that names the first one that is missing, truncated or corrupt.
     """
@@ -214,7 +220,7 @@ def check_shards(
     # Taken first: a file that changes while it is read does not look like the one that was right.
     stamps = {shard.file: _stamp(folder, shard) for shard in shards}
     total, done = sum(shard.tokens for shard in shards) * dtype.itemsize, 0
-    known = _recorded(folder) if total > ALWAYS_VERIFIED_BYTES else {}
+    known = {} if again or total <= ALWAYS_VERIFIED_BYTES else _recorded(folder)
     unknown = [shard for shard in shards if known.get(shard.file) != stamps[shard.file]]
     if not (unknown and checksums):
         return

@@ -189,6 +189,10 @@ class TokenDataset:
         check_shards(folder, dataset.shards, dataset.dtype, checksums=verify)
         return dataset
 
+    def verify(self) -> None:
+        """Compare every shard with its checksum. Raises `UserError` naming a corrupt one."""
+        check_shards(self.folder, self.shards, self.dtype, again=True)
+
     def check_vocab(self, model_vocab_size: int) -> None:
         """Raise `UserError` where the data holds token ids that the model's embedding does not."""
         if self.vocab_size > model_vocab_size:
