@@ -155,7 +155,8 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     content = json.loads(tokenizer.to_str())
     if any(around):
         content["post_processor"] = _around({t: i for i, t in enumerate(tokens)}, *around)
-    write_json(folder / "tokenizer.json", content)
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
