@@ -10,11 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import sparse_bitnet
-from sparse_bitnet.cli.main import COMMANDS
-from sparse_bitnet.export.export_config import FORMATS as EXPORTS
-from sparse_bitnet.packing.formats import FORMATS
-
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -58,13 +53,6 @@ def test_the_citation_has_the_version():
     assert citation["authors"] == PROJECT["authors"]
     (paper,) = citation["references"]
     assert all({"given-names", "family-names"} == author.keys() for author in paper["authors"])
-
-
-def test_the_changelog_names_what_there_is():
-    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    extras, public = PROJECT["optional-dependencies"], set(sparse_bitnet.__all__) - {"__version__"}
-    names = {*COMMANDS, *FORMATS, *EXPORTS, *extras, *public}
-    assert [name for name in names if f"`{name}" not in log] == []
 
 
 def test_every_source_names_its_license():
