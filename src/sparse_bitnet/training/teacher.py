@@ -172,9 +172,9 @@ class LogitCache:
                     f"teacher {teacher.path}: its logits are not finite in window {self.order[first]}"
                 )
             tops.append(logits.topk(self.k, -1))
-        logits, ids = (torch.cat(each).cpu().numpy() for each in zip(*tops, strict=True))
+        values, ids = (torch.cat(each).cpu().numpy() for each in zip(*tops, strict=True))
         rows = np.empty(len(ids), self.token)
-        rows["ids"], rows["logits"] = ids, logits
+        rows["ids"], rows["logits"] = ids, values
         return rows.reshape(last - first, self.length)
 
     def _path(self, part: int) -> Path:
