@@ -38,7 +38,7 @@ class Options(DenseLayersOption, TrainConfig):
     """Under torchrun: processes over which the model is split; the rest replicate it. Default: all."""
 
     timeout_seconds: float = 600.0
-    """Under torchrun: give up, naming the process waited for, after this long without a step."""
+    """Under torchrun: give up when others have not finished a step for this long."""
 
     def config(self) -> TrainConfig:
         """What is stored with the run."""

@@ -56,8 +56,8 @@ class SparseBitCallback(TrainerCallback):
         self._selection.enter_context(selected(model))
         layers = sparse_layers(model)
         counts = selection_counts(layers).tolist()
-        found = selection_metrics(layers, counts, by_layer=False)
-        self._metrics = {name: value for name, value in found.items() if value is not None}
+        rates = selection_metrics(layers, counts, by_layer=False)
+        self._metrics = {name: value for name, value in rates.items() if value is not None}
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         end_step_(sparse_layers(kwargs["model"]).values(), _sum_over_processes)

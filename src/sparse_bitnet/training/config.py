@@ -158,7 +158,7 @@ class TrainConfig:
     """CPU threads; default: all cores. Byte-identical runs need the same number."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on; auto: CUDA when torch sees a GPU."""
 
     validation_every: int = 0
     """Steps between validations; 0: only at the end."""
@@ -195,7 +195,7 @@ class TrainConfig:
         return self.steps - round(self.steps * self.sparse_fraction) + 1
 
     def to_json(self) -> str:
-        """What `from_json` reads."""
+        """Return the text that `from_json` reads."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod

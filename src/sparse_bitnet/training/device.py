@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run computes and in which type."""
+"""Device, compute type and compilation of a run."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ LONGEST_PLAIN_ATTENTION = 512
 """Tokens of a sequence whose attention scores, all of them, are no burden."""
 
 MOST_BLOCKS_AT_ONCE = 8
-"""Of a model that is compiled as a whole: the time that takes grows with them."""
+"""Most blocks of a model that is compiled as a whole: compile time grows with them."""
 
 WORTH_COMPILING = 5e12
 """Tokens times weights of a run that takes some ten minutes on one core."""
@@ -113,8 +113,8 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
 
 def blocks_of(model: "PreTrainedModel") -> nn.ModuleList:
     """A decoder's blocks, whatever its list of them is called. Raises `UserError` where it has none."""
-    found = (part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
-    if (blocks := next(found, None)) is None:
+    lists = (part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
+    if (blocks := next(lists, None)) is None:
         raise UserError(f"{type(model).__name__} has no list of blocks")
     return blocks
 

@@ -53,7 +53,7 @@ class World:
     control_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
     """Exchanges objects between the training's collectives, on the CPU."""
     background_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
-    """For a thread beside the training: its own order of collectives, on the CPU."""
+    """Serves a thread beside the training, with its own order of collectives, on the CPU."""
 
     @property
     def is_main(self) -> bool:
@@ -73,9 +73,9 @@ class World:
         return value
 
     def each(self, function: Callable[[], T], group: "dist.ProcessGroup | None" = None) -> list[T]:
-        """What `function` returns in each process, in the order of ranks.
+        """Return the results of `function` in all processes, in the order of ranks.
 
-        A `UserError` of any of them is raised in all: in the first that failed as it is.
+        A `UserError` of any is raised in all: as it is in the first that failed, which prints it.
         """
         result, raised = None, None
         try:

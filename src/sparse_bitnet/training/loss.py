@@ -27,15 +27,15 @@ class SoftTargets:
     """A distribution over the next token beside the token itself."""
 
     probabilities: Callable[[slice], Tensor]
-    """Of some of the tokens, float32 [tokens, rows], at the temperature: over the first rows of the head,
-    to which the model's distribution is then restricted too."""
+    """Returns those of some tokens, float32 [tokens, rows], at the temperature. Rows are the first of the
+    head, to which the model's distribution is then restricted too."""
 
     temperature: float
     weight: float
-    """Of temperature**2 * KL(probabilities || the model's at the temperature)."""
+    """Factor of temperature**2 * KL(probabilities || the model's at the temperature)."""
 
     hard_weight: float
-    """Of the cross-entropy."""
+    """Factor of the cross-entropy."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -222,7 +222,7 @@ def mean_of(total: float, scored: float) -> tuple[float, int]:
 
 
 def output_scale(model: "PreTrainedModel") -> float:
-    """What the model's own forward multiplies the head's products by: 1 in most families."""
+    """Return the factor of the head's products in the model's own forward: 1 in most families."""
     config: Any = model.config.get_text_config()
     scale = float(getattr(config, "logits_scaling", None) or 1)  # Granite, MiniCPM divide by it
     if not config.model_type.startswith("hyperclovax"):

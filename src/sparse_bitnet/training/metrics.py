@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step reports, and the files it goes to.
+"""Metrics of a step, and the files and dashboards they go to.
 
 `metrics.jsonl` holds what the seed determines, so two runs of one config write the same bytes;
 `timing.jsonl` holds what the machine determines.

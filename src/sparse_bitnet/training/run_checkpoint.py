@@ -25,20 +25,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.checkpoint.consolidate import MOMENTS, first_reason, read_tensors
-from sparse_bitnet.checkpoint.saved_steps import (
-    FOLDER,
-    MODEL_FOLDER,
-    SavedStep,
-    check_state,
-    checkpoint_path,
-    checksums,
-    damage,
-    drop_old,
-    list_checkpoints,
-    quarantine,
-    write_state,
-)
+from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.convert import sparse_layers
@@ -116,12 +105,14 @@ class RunCheckpoints:
 
         def listing() -> list[SavedStep]:
             with os_errors_as(f"cannot read {self.run}"):
-                return list_checkpoints(self.run)
+                return saved_steps.list_checkpoints(self.run)
 
         listed = self.world.on_main(listing)
         for number, checkpoint in reversed(list(enumerate(listed))):
             # Each process reads its share of the files.
-            parts = self.world.each(partial(damage, checkpoint, self.world.rank, self.world.size))
+            parts = self.world.each(
+                partial(saved_steps.damage, checkpoint, self.world.rank, self.world.size)
+            )
             what = next((each for each in parts if each is not None), None)
             if what is None:
                 self._load(checkpoint)
@@ -132,7 +123,7 @@ class RunCheckpoints:
                     "remove the run folder to start over"
                 )
             if self.world.is_main:
-                quarantine(checkpoint)
+                saved_steps.quarantine(checkpoint)
                 older = listed[number - 1].path.name
                 say(f"{checkpoint.path}: {what}; quarantined, going on from {older}")
         return 0
@@ -142,7 +133,7 @@ class RunCheckpoints:
 
         Raises `UserError` for other data, or when the files are unreadable or of another model.
         """
-        check_state(checkpoint, self.data_identity)
+        saved_steps.check_state(checkpoint, self.data_identity)
         # What `tensors` names only after a first step.
         for parameter in self.parameters.values():
             if parameter.requires_grad:
@@ -171,7 +162,7 @@ class RunCheckpoints:
         Raises what the previous save ended with, see `wait`.
         """
         self.wait()
-        path = checkpoint_path(self.run, step)
+        path = saved_steps.checkpoint_path(self.run, step)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         written = dcp.async_save(
             self.tensors(),
@@ -197,7 +188,7 @@ class RunCheckpoints:
 
     def _complete(self, step: int, path: Path, temporary: Path, written: "Future[Any]") -> None:
         def together(function: Callable[[], T]) -> list[T]:
-            """What `function` returns in each process; a `UserError` names the one that failed."""
+            """Return its results in all processes; a `UserError` names the one that failed."""
 
             def named() -> T:
                 try:
@@ -220,16 +211,16 @@ class RunCheckpoints:
                     (described / name).write_text(text, encoding="utf-8")
                 (temporary / "train_config.json").write_text(self.config.to_json(), "utf-8")
                 own += [*(temporary / FOLDER).glob(".metadata"), *described.iterdir()]
-            return checksums(temporary, own)
+            return saved_steps.checksums(temporary, own)
 
         def publish() -> None:
             if self.world.is_main:
                 files = {name: crc for part in sums for name, crc in part.items()}
-                write_state(temporary, step, self.data_identity, files)
+                saved_steps.write_state(temporary, step, self.data_identity, files)
                 sync_tree(temporary)
                 shutil.rmtree(path, ignore_errors=True)
                 os.rename(temporary, path)
-                drop_old(self.run, self.config.keep_checkpoints)
+                saved_steps.drop_old(self.run, self.config.keep_checkpoints)
 
         try:
             together(written.result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose a run folder is: one config, one process at a time, stopped only between steps."""
+"""A run folder belongs to one config, and to one process at a time, which stops only between steps."""
 
 import json
 import os
@@ -24,7 +24,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a finished (or interrupted) run amounts to; `result.json` of the run folder."""
+    """Result of a finished run; `result.json` of the run folder."""
 
     run: str
     format: str

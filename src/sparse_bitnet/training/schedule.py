@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes from step to step: the learning rate, how much the mask keeps, and how much of the forward
-is quantised. Steps count from 1."""
+"""Schedules: the learning rate, how much the mask keeps, and how much of the forward is quantised. Steps
+count from 1."""
 
 import math
 

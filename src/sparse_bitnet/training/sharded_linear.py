@@ -149,7 +149,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
             gradient.mul_(kept)
 
     def bytes_to_send(self) -> Tensor:
-        """What `fully_shard` gathers of this layer: [rows, width], uint8 codes or effective weights."""
+        """Return the rows that `fully_shard` gathers, [rows, width]: uint8 codes or effective weights."""
         if self.packed is not None:
             return self.packed
         return self.selection.effective(self.rows).to(self.compute_dtype)
@@ -196,7 +196,7 @@ class RowShard(Tensor):
         return f"{type(self).__name__}({self.rows})"
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """What `fully_shard` is to gather, and nothing beside it.
+        """Return the one tensor that `fully_shard` gathers, and no metadata.
 
         With its longer signature `fully_shard` insists on a tensor of the padded weight's own shape where
         rows do not divide evenly; this one leaves the shape to us.

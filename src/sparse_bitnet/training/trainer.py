@@ -31,7 +31,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.progress import say
-from sparse_bitnet.training import metrics
+from sparse_bitnet.training import metrics, schedule, sharding
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
     autocast,
@@ -54,20 +54,7 @@ from sparse_bitnet.training.run_folder import (
     run_lock,
     stop_signals,
 )
-from sparse_bitnet.training.schedule import (
-    format_of,
-    learning_rate,
-    phase,
-    weight_decay_factor,
-)
 from sparse_bitnet.training.sharded_linear import selected_shards, sharded
-from sparse_bitnet.training.sharding import (
-    check_splits,
-    gather_once_,
-    place_,
-    reshard_,
-    whole_model,
-)
 from sparse_bitnet.training.teacher import LogitCache, find_teacher
 from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
@@ -78,7 +65,7 @@ __all__ = ["Interrupted", "OnStep", "RunResult", "Trainer", "train"]
 
 OnStep = Callable[[dict[str, Any]], None]
 _OF_RESULT = {"loss", "tokens", "sparse", "flip_rate", "zero_fraction"}
-"""What a result takes from the row of the last step."""
+"""Keys that a result takes from the row of the last step."""
 
 
 def train(
@@ -102,7 +89,7 @@ def train(
     that is gone; `Interrupted` after SIGINT or SIGTERM, when a checkpoint of the last whole step is on
     the disk. Input that is refused leaves no trace in the folder.
     """
-    format_of(config)
+    schedule.format_of(config)
     with ExitStack() as held:
         device = resolve_device(config.device)
         world = held.enter_context(open_world(device, shard, timeout_seconds))
@@ -129,7 +116,7 @@ def _take_folder(
             say(f"{name} has no tokenizer: that of {config.data} is taken for its own")
         if name == config.init and stored.kind == "trained":
             before = SparseBitConfig.from_dict(stored.entry["format"])
-            if before != format_of(config):
+            if before != schedule.format_of(config):
                 say(f"{name} is {before}: the run converts it to {config.format} (--format)")
     held.enter_context(run_lock(run))
     # Another process may have trained here before this one held the folder.
@@ -162,7 +149,7 @@ class Trainer:
         """
         self.config, self.run, self.world, self.on_step = config, Path(config.out), world, on_step
         self.held_out, self.data = held_out, _identity(text, held_out)
-        self.format = format_of(config)
+        self.format = schedule.format_of(config)
         self.stop, self.stops = Event(), 0.0
         self.device, self.dtype = prepare_device(config)
         with world.agreed():
@@ -182,7 +169,7 @@ class Trainer:
             if world.mesh:
                 if config.lora:
                     raise UserError("lora trains in one process: leave out torchrun")
-                check_splits(self.model)
+                sharding.check_splits(self.model)
             self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self._check_learnt()
             self.model.train()
@@ -200,7 +187,7 @@ class Trainer:
                 self.loss = DistillationLoss(self.model, config, teacher)
                 self.cache = teacher if isinstance(teacher, LogitCache) else None
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
-        place_(self.loss, world, self.device, self.dtype, reduction, whole)
+        sharding.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
         self.shards = sharded(self.layers.values())
         self.optimizer = build_optimizer(self.model, config)
@@ -271,12 +258,12 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, Any]:
         config, began = self.config, time.perf_counter()
-        rate = learning_rate(config, step)
+        rate = schedule.learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        decay = config.weight_decay * weight_decay_factor(config, step)
+        decay = config.weight_decay * schedule.weight_decay_factor(config, step)
         self.optimizer.param_groups[0]["weight_decay"] = decay  # the others have none
-        kept, blend = phase(config, self.format, step)
+        kept, blend = schedule.phase(config, self.format, step)
         set_phase_(self.layers.values(), kept, blend)
         with selected_shards(self.layers.values(), self.world.sum_shards, self.world.sum):
             counts = metrics.selection_counts(self.layers, self.world.sum_shards)
@@ -338,7 +325,7 @@ class Trainer:
             teachers = [{"top": each} for each in top]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (part, teacher) in enumerate(zip(parts, teachers, strict=True), 1):
-            gather_once_(self.loss, last=number == len(parts))
+            sharding.gather_once_(self.loss, last=number == len(parts))
             with autocast(self.device, self.dtype):
                 loss = self.loss(*part, **teacher)
             # Gradients are averaged over the processes.
@@ -374,7 +361,7 @@ class Trainer:
                 dtype=self.dtype,
                 world=self.world,
             )
-        reshard_(self.loss)
+        sharding.reshard_(self.loss)
         return {
             "step": step,
             "validation_loss": loss,
@@ -422,7 +409,7 @@ class Trainer:
                 "another --out"
             )
         self._write(validation)
-        whole = whole_model(self.model, self.world, self.build)
+        whole = sharding.whole_model(self.model, self.world, self.build)
         self.world.on_main(
             lambda: save_pretrained(
                 cast("PreTrainedModel", whole), self.run / "final", self.tokenizer
