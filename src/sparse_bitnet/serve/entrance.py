@@ -157,8 +157,8 @@ class Entrance:
                 error = ApiError(500, "internal error; the server's log has more")
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
         finally:
-            generations = scope.get("generations", ())
-            self._scheduler.cancel(*generations)
+            if generations := scope.get("generations"):
+                self._scheduler.cancel(*generations)
             if self._log_file is not None:
                 entry = {
                     "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
