@@ -61,7 +61,7 @@ def calibrated(config: TrainConfig) -> float:
 def rows(
     base: dict[str, Any], teacher: str, runs: Path, one_shot: bool
 ) -> Iterator[dict[str, Any]]:
-    """What is measured, in order."""
+    """Measure each method in turn; yields one result row each."""
     for format in ONE_SHOT if one_shot else ():
         config = TrainConfig(**base, init=teacher, format=format)
         yield {"method": "one-shot", "format": format, "perplexity": calibrated(config)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight costs in each run-time layout: cycles in a cache, and time from memory.
+"""Cost of a weight in each run-time layout: cycles in a cache, and time from memory.
 
     python benchmarks/layouts.py
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the clients of load_server.py ask for, and what has to come back: prompts of mixed lengths, some
-sharing their beginnings, continued one by one by the engine alone, without a server."""
+"""Requests of the clients of load_server.py, with expected results: prompts of mixed lengths, some with a
+shared prefix, continued one by one by the engine alone, without a server."""
 
 import argparse
 import random
@@ -32,13 +32,13 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA
 
 @dataclass(frozen=True)
 class Job:
-    """A request and what has to come back."""
+    """A request and its expected result."""
 
     path: str
     body: dict[str, Any]
     prompt: list[int]
     text: str
-    """Of calls, names and arguments."""
+    """Expected text; for tool calls, their names and arguments."""
     tokens: int
     finish: str
 

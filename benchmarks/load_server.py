@@ -49,7 +49,7 @@ OURS = "sparse-bitnet"
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """Measurements and errors of all clients."""
 
     ended: int = 0
     left: int = 0
@@ -69,7 +69,7 @@ class Tally:
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    """Of a chunk of either kind; of calls, names and arguments."""
+    """Return the text of a completion or chat chunk; for tool calls, their names and arguments."""
     if "text" in choice:
         return choice["text"]
     delta = choice["delta"]

@@ -17,7 +17,7 @@ from sparse_bitnet.errors import UserError
 
 OURS = "sparse-bitnet"
 TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
-"""Of blocks of the exported model."""
+"""GGUF types for the block weights of the exported model."""
 LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
 LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 
@@ -34,7 +34,7 @@ class Engine:
     measure: Callable[[str, int], float]
     """(phase, tokens) -> seconds of the prompt, or of one decoded token."""
     pid: int | None = None
-    """Of its process; None where every measurement starts a new one."""
+    """Id of the engine's process; None if every measurement starts a new process."""
 
 
 def engines_of(folder: Path, options: argparse.Namespace, stack: ExitStack) -> list[Engine]:

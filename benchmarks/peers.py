@@ -59,7 +59,7 @@ class Row:
     tokens: int
     tokens_per_second: float
     seconds: list[float]
-    """Of every round: of a prompt, or of one token."""
+    """Seconds of every round: for the whole prompt, or for one decoded token."""
 
 
 def measure_all(
@@ -117,7 +117,7 @@ def rows_of(
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """Of each row of ours: over the fastest peer, and over each type, at its best number of threads."""
+    """Return our speed ratios, row by row: to the fastest peer, and to each type at its best threads."""
     found = []
     for ours in rows:
         peers = [row for row in rows if row.engine != OURS and row.phase == ours.phase]

@@ -30,7 +30,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 200
 
 
 def logits_of(model, tokens: list[int], context: int) -> np.ndarray:
-    """Of the reference on every position, in windows of `context` tokens. [tokens, vocab]"""
+    """Return the reference logits [tokens, vocab], computed in windows of `context` tokens."""
     with torch.inference_mode():
         windows = [tokens[i : i + context] for i in range(0, len(tokens), context)]
         return np.concatenate([model(torch.tensor([w])).logits[0].numpy() for w in windows])
@@ -106,7 +106,7 @@ def closeness(folder: Path, tokens: list[int], context: int) -> dict:
 
 
 def perplexity_of(logits: np.ndarray, tokens: list[int], context: int) -> float:
-    """Of the tokens that have one before them in their window."""
+    """Return the perplexity of all tokens but the first of each window."""
     x = logits.astype(np.float64)
     x -= x.max(axis=1, keepdims=True)
     scores = x - np.log(np.exp(x).sum(axis=1, keepdims=True))

@@ -15,7 +15,7 @@ class NothingRecorded(Exception):
 
 
 def files(kind: str) -> list[Path]:
-    """Of the runs of a kind, the newest first. Raises `NothingRecorded` where there is none."""
+    """Return the result files of a kind, newest first. Raises `NothingRecorded` if there are none."""
     found = sorted(RESULTS.glob(f"*_{kind}.jsonl"), reverse=True)
     if not found:
         raise NothingRecorded(kind)

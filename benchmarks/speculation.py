@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second with and without guessed tokens, on texts that people wrote.
+"""Tokens a second with and without draft tokens, on texts that people wrote.
 
     python benchmarks/speculation.py PACKED TOKENIZER --text edit BEFORE AFTER --text book BEGINNING REST
 
 The engine computes everything; then each token's logits are put in favour of the token that the text
 has there. A random model of a real shape so writes a real text, as a model would that knows it: the
-speeds are the engine's, and what is guessed and comes true is the text's. In turns, without and with,
+speeds are the engine's, and draft tokens and acceptance the text's. In turns, without and with,
 from one cached prompt, greedy. Appends rows to benchmarks/results/.
 """
 
@@ -44,7 +44,7 @@ def follow(engine: Engine, text: list[int]) -> None:
 
 
 def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turns: int) -> dict:
-    """Of both ways, the best of so many turns."""
+    """Return the best results of `turns` turns, without and with speculative decoding."""
     compute = engine._compute
     follow(engine, prompt + text)
     prefixes = PrefixCache(1)

@@ -32,7 +32,7 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""What stands between {% generation %} and its end is learnt."""
+"""Chat template; training learns only the text inside {% generation %} blocks."""
 
 
 def conversations(count: int = 64) -> list[dict]:

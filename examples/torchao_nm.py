@@ -28,7 +28,7 @@ class NMWeight(BitNetTrainingLinearWeight):
     """A master weight of which n of every m along `in_features` take part in products."""
 
     pattern = NMPattern(6, 8)
-    """Of all of them: a subclass has another."""
+    """N:M pattern of all instances; a subclass sets another pattern."""
 
     def masked_codes(self, scale: Tensor) -> Tensor:
         """int8 [out_features, in_features] in {-1, 0, 1}."""
@@ -36,7 +36,7 @@ class NMWeight(BitNetTrainingLinearWeight):
         return codes
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What shards send: the mask is in the codes, a group lies in one row and so in one shard."""
+        """Return packed codes and their scale. Codes include the mask: no group spans two shards."""
         scale = self._precomputed_scale
         if scale is None:
             scale = get_bitnet_scale(self._data)

@@ -38,7 +38,7 @@ class NMLinear(SparseBitLinear, Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Of a layer, with its format."""
+        """Configuration of a layer, with its format."""
 
         format: str
 
@@ -59,10 +59,10 @@ class NMConverter(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """What becomes sparse and ternary, and how."""
+        """Format of the converted layers, and names of the layers to leave unchanged."""
 
         format: str = "ternary-6:8"
-        """Of `SparseBitConfig`."""
+        """Format of the layers, as `SparseBitConfig.parse` reads it."""
         dense_layers: list[str] = field(default_factory=lambda: ["lm_head", "output"])
         """Globs of the names of layers that stay as they are."""
 

@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def write_model(folder: Path) -> None:
-    """What stands for a chat model of yours: weights, and a tokenizer with a chat template."""
+    """Write a stand-in for your own chat model: weights, and a tokenizer with a chat template."""
     tokenizer = train_tokenizer(iter(["0 and 1 is 2 3 4 5 6 7 8 9<|user|><|assistant|>"] * 3), 300)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)

@@ -112,8 +112,8 @@ def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], s
 
 
 def read_bytes(engine: "Engine") -> dict[str, float]:
-    """What a decode step reads: of weights and output head, with their scales, and of keys and values a
-    token; beside it the weights of the blocks, zeros included."""
+    """Return the bytes that a decode step reads: weights and output head with scales, and keys and values
+    for each cached token. `block_weights` counts the weights of the blocks, zeros included."""
     sizes = engine.architecture
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
     scale_bytes = 4 if engine.kv_cache.startswith("int") else 0

@@ -53,7 +53,7 @@ BASELINE = {"prefill": "int8", "decode": "int8", "train": "bf16"}
 
 Row = dict[str, Any]
 Gains = Callable[[str], Mapping[int, float]]
-"""Of a phase the paper's speed of 6:8 over dense, by prompt length or batch."""
+"""Maps a phase to the paper's speedups of 6:8 over dense, by prompt length or batch."""
 
 
 class Int8Linear(nn.Module):
@@ -165,7 +165,7 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
 
 
 Call = Callable[[], object]
-"""What is measured."""
+"""Runs the measured computation once."""
 
 
 @torch.no_grad()
@@ -241,7 +241,7 @@ def recorded(function: Call, device: torch.device) -> Call:
 
 
 def _fitting(make: Callable[[], Call]) -> Call | None:
-    """What `make` returns, called once; None where the GPU's memory is too small for it."""
+    """Return the function from `make` after one call of it; None if the GPU's memory is too small."""
     try:
         call = make()
         call()

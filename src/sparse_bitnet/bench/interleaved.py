@@ -141,7 +141,7 @@ def _within_positions(options: BenchOptions, folders: Iterable[Path]) -> BenchOp
 
 
 def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: float | None) -> Row:
-    """What a job measured, and its speed as a share of the roofline."""
+    """Return the result row of a job: its measurements, and its speed as a share of the roofline."""
     loaded, times = job.loaded, [answer["seconds"] for answer in job.answers]
     seconds = statistics.median(times)  # of a prompt or of a step
     roofline = meter.result(loaded["isa"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sparse-bitnet bench` measures, on a CPU and on a GPU. Imports nothing heavy, so that `--help` is
+"""Options of `sparse-bitnet bench`, on a CPU and on a GPU. Imports nothing heavy, so that `--help` is
 immediate."""
 
 from dataclasses import dataclass, field
@@ -17,58 +17,58 @@ PAPER_DECODE = (64, 128, 256, 512)
 
 @dataclass(kw_only=True)
 class BenchOptions:
-    """What to measure."""
+    """Models, formats and sizes to measure on the CPU."""
 
     model: str = "qwen2.5-1.5b"
-    """A preset or a published shape (bitnet-2b4t, qwen3-1.7b, qwen3-8b, falcon-e-3b, llama3-8b), which
-    gets random weights, or a packed folder."""
+    """Model to measure: a packed folder, or a preset or published shape (bitnet-2b4t, qwen3-1.7b,
+    qwen3-8b, falcon-e-3b, llama3-8b) with random weights."""
 
     pattern: list[str] = field(default_factory=lambda: ["6:8"])
-    """n:m of the random weights, a model each; 8:8 is dense. With " binary" after it none of them is zero
-    but those that the pattern drops (quantizer=binary)."""
+    """N:M patterns of the random weights, one model each; 8:8 is dense. With " binary" after the pattern,
+    only the weights that it drops are zero (quantizer=binary)."""
 
     scale_group: Literal[0, 32, 64, 128, 256] = 0
-    """Random weights that share a scale in float16; 0: one scale a matrix."""
+    """Number of random weights that share a float16 scale; 0: one scale for each matrix."""
 
     embeddings: Literal["int8", "bf16", "ternary"] = "int8"
-    """How the random model's file holds embedding and head; ternary: with a scale for 128 weights."""
+    """Stored format of the random model's embedding and head; ternary: one scale for 128 weights."""
 
     weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
-    """Run-time formats of the weights."""
+    """Run-time formats of the weights to measure."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head."""
 
     kv_cache: Literal["float32", "float16", "int8", "int4"] = "float16"
-    """Cached keys and values."""
+    """Data type of cached keys and values."""
 
     isa: list[str] = field(default_factory=lambda: [""])
-    """Instruction sets: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2,
+    """Instruction sets to measure: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2,
     i8mm, neon, generic. Default: the best."""
 
     threads: list[int] = field(default_factory=lambda: sorted({1, available_cores()}))
-    """Thread counts."""
+    """Thread counts to measure."""
 
     prefill: list[int] = field(default_factory=lambda: [128, 512, 2048])
-    """Prompt lengths; the model's positions where these are fewer."""
+    """Prompt lengths in tokens, limited to the model's context length."""
 
     contexts: list[int] = field(default_factory=lambda: [0, 2048])
-    """Tokens before those that are decoded; as many as the model's positions leave room for."""
+    """Cached tokens before the decoded ones, limited to the room in the model's context length."""
 
     batches: list[int] = field(default_factory=lambda: [1, 8, 32])
-    """Sequences that decode together."""
+    """Batch sizes: numbers of sequences that decode together."""
 
     steps: int = 16
-    """Steps of one decode measurement."""
+    """Decode steps in one measurement."""
 
     rounds: int = 5
-    """Turns of every measurement, of which medians are taken."""
+    """Number of repetitions of every measurement; the median is reported."""
 
     quick: bool = False
-    """Two prompts and one sequence without context, all threads, three rounds."""
+    """Measure only two prompt lengths and one sequence without context: all threads, three rounds."""
 
     models: Path | None = None
-    """Folder that keeps random models. Default: one in the temporary folder."""
+    """Folder in which random models are stored. Default: one in the temporary folder."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` for sizes that cannot be measured."""
@@ -90,25 +90,25 @@ class GpuBenchOptions:
     """The paper's Table 3 on a GPU, with random weights: bf16, dense int8 and sparse int8 models."""
 
     step: Literal["all", "prefill", "decode", "train"] = "all"
-    """What to measure of the three."""
+    """Phase to measure: prefill, decode, train or all three."""
 
     model: str = "qwen2.5-3b"
-    """Preset that gives the shape."""
+    """Preset whose shape the model has."""
 
     pattern: list[str] = field(default_factory=lambda: ["6:8", "2:4"])
-    """n:m of the ternary weights."""
+    """N:M patterns of the ternary weights."""
 
     tokens: list[int] = field(default_factory=list)
-    """Prompt lengths; for train the sequence length. Default: the paper's, 2048."""
+    """Prompt lengths of prefill, sequence length of train. Default: the paper's, and 2048 for train."""
 
     batch: list[int] = field(default_factory=list)
-    """Sequences of decode and train. Default: the paper's; 4, or fewer where memory is short."""
+    """Batch sizes. Default: the paper's for decode; for train 4, or fewer if memory is short."""
 
     context: int = 512
-    """Tokens in the cache before the decoded ones."""
+    """Cached tokens before the decoded ones."""
 
     rounds: int = 7
-    """Measurements of each variant, interleaved; the median counts."""
+    """Number of interleaved measurements of each variant; the median is reported."""
 
     rehearse: bool = False
     """Run the same steps on the CPU with a tiny model. The numbers say nothing about speed."""

@@ -28,7 +28,7 @@ from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
 _END_OF_TEXT, _END_OF_TEXT_ID = "<|endoftext|>", 257
-"""Of the random models' tokenizer: after the 256 bytes and one merge."""
+"""End-of-text token of the random models' tokenizer; its id follows the 256 bytes and one merge."""
 
 _VERSION = 1
 _TABLE_GROUP = 128

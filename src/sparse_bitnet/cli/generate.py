@@ -77,14 +77,14 @@ class TextOptions(SamplingOptions):
 
 @dataclass(kw_only=True)
 class SpeculationOptions:
-    """Tokens that are guessed ahead: the same text, sooner where it repeats itself."""
+    """Options of speculative decoding: the same text, sooner where it repeats itself."""
 
     speculative_tokens: int = 7
-    """Most tokens guessed ahead of a text and computed with its next one (cpu); as many as pay by what
-    that takes on this machine. 0: none."""
+    """Maximum number of draft tokens computed with the next token (cpu). The number used is the one
+    expected to be fastest on this machine. 0: no speculation."""
 
     draft: str | None = None
-    """A smaller packed model with the same tokenizer, to guess where the text itself does not (cpu)."""
+    """Smaller packed model with the same tokenizer, for draft tokens where the text gives none (cpu)."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""

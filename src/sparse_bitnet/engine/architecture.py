@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU engine needs to know of a model: sizes and variants, from its config.json. No torch."""
+"""Sizes and variants of a model that the CPU engine needs, from its config.json. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -102,9 +102,9 @@ class Architecture:
     """Multiplies the rows of the embedding."""
     rope: Rope
     local_rope: Rope
-    """Of layers with a window."""
+    """Rotary embedding of the layers with a sliding window."""
     windows: tuple[int, ...]
-    """Of each layer: tokens that a token sees, itself included, or 0 for all; empty: all in all."""
+    """Attention window of each layer in tokens, the token itself included; 0 or empty tuple: no limit."""
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Name in the block -> (out_features, in_features)."""
@@ -153,7 +153,7 @@ class Architecture:
 
 
 def read_architecture(config: dict[str, Any], where: str) -> Architecture:
-    """What a config.json describes.
+    """Return the architecture that a config.json describes.
 
     Raises `EngineLacks`, beginning with `where`, for what the CPU engine cannot run, and `UserError` for
     sizes that are missing or make no model.

@@ -103,7 +103,7 @@ class Engine(InferenceEngine):
 
     @property
     def free_tokens(self) -> int:
-        """Of free pages."""
+        """Return the number of tokens that fit into the free pages of the cache."""
         with self.turn():
             return self._decoder.free_tokens
 

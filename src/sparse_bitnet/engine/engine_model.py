@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU engine runs: a packed checkpoint with every tensor that its config.json asks. No torch."""
+"""Model of the CPU engine: a packed checkpoint with all tensors that its config.json needs. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

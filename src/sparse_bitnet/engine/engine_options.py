@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine runs a model, and how: what `generate`, `chat`, `serve` and `evaluate` share.
+"""Options of the inference engine, shared by `generate`, `chat`, `serve` and `evaluate`.
 
 Imports nothing heavy, so that `--help` is immediate.
 """
@@ -16,40 +16,40 @@ WeightFormat = Literal["auto", "stored", "i2", "b3", "lookup"]
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """Options of the engine."""
+    """Options that choose and configure the inference engine."""
 
     engine: EngineName = "auto"
-    """cpu runs packed models, and packs ternary ones of other tools first; transformers runs anything
-    that it can load. auto: cpu where it can."""
+    """Inference engine. cpu runs packed models, and packs ternary models of other tools first.
+    transformers runs any model that it can load. auto: cpu if it can run the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cuda: through transformers on an NVIDIA GPU. auto: the CPU engine where it can run the model, else
-    a GPU where there is one."""
+    """Device to compute on. cuda: an NVIDIA GPU, through transformers. auto: the CPU engine if it can run
+    the model, else a GPU if there is one."""
 
     threads: int | None = None
-    """Threads to compute with. Default: one for each core."""
+    """Number of compute threads. Default: one for each core."""
 
     weight_format: WeightFormat = "auto"
-    """Form of the weights in memory (cpu). auto: the fastest here, by a short measurement. stored: as in
-    the file, which is mapped where its rows allow: starts sooner, decodes a little slower."""
+    """Run-time format of the weights (cpu). auto: the fastest here, by a short measurement. stored: as in
+    the file, which is memory-mapped if its rows allow: starts sooner, decodes a little slower."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
-    """Form of the output head in memory (cpu). auto: int8 where the file has floats."""
+    """Run-time format of the output head (cpu). auto: int8 if the file has floats."""
 
     kv_cache: Literal["auto", "float32", "float16", "int8", "int4"] = "auto"
-    """Form of cached keys and values (cpu). auto: int8, but float16 where keys have a
+    """Data type of cached keys and values (cpu). auto: int8, but float16 if keys have a
     bias or a norm above 16."""
 
     activations: Literal["auto", "token", "group"] = "auto"
-    """What shares a scale of int8 activations (cpu): a token, as layers that quantise them in training
-    have it, or as many inputs as weights share a scale. auto: group where weights of another tool have
-    groups."""
+    """Granularity of the int8 activation scales (cpu). token: one scale a token, as in training with
+    quantised activations. group: one scale for as many inputs as weights share a scale. auto: group if
+    weights of another tool have groups."""
 
     context_length: int | None = None
-    """Maximum length of prompt and text together, in tokens. Default: the model's."""
+    """Maximum length of prompt and generated text together, in tokens. Default: the model's."""
 
     cache_tokens: int | None = None
-    """Size of the cache in tokens, of all texts together. Default: the engine's choice."""
+    """Size of the cache in tokens, for all sequences together. Default: the engine's choice."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""

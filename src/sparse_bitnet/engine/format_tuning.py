@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run-time format of the weights is fastest on this machine: a short measurement, remembered.
+"""Choice of the fastest run-time weight format on this machine: a short measurement, cached on disk.
 
 One token is multiplied with more weights than caches hold, in each format that holds the pattern:
 reading memory competes with unpacking, and which of the two wins differs from machine to machine.
@@ -31,7 +31,7 @@ _SECONDS = 2.0
 """No round begins after this long, so that slow kernels do not hold up the first start."""
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
 _TIE = 1.02
-"""Of formats this close, the one with the fewest bytes is taken."""
+"""Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
 
 
 def choose_format(
@@ -114,14 +114,14 @@ def measure_formats(
 
 
 def _cpu_model() -> str:
-    """As Linux names it, else what the platform says."""
+    """Return the CPU model as Linux names it, else the name from `platform`."""
     fields = cpu_info()
     named = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
     return " ".join(named) if any(named) else platform.processor() or platform.machine()
 
 
 def _tuned(path: Path) -> dict[str, Any]:
-    """What is remembered; nothing where that cannot be read."""
+    """Return the cached choices by key; an empty dict if the file cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
         # A pipe would be waited for.
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What text generation, the scheduler and lm-eval ask of an engine, and what all engines share: their
-sequences, the checks of a batch, and one caller at a time. Free of torch.
+"""Interface of an engine to text generation, the scheduler and lm-eval, and the code that all engines
+share: sequences, checks of a batch, and one caller at a time. Free of torch.
 
 `engine.Engine` runs packed models in C++; `transformers_engine.TransformersEngine` any transformers
 model.

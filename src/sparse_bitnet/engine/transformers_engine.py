@@ -50,7 +50,7 @@ class TransformersEngine(InferenceEngine):
 
     @property
     def free_tokens(self) -> int:
-        """Of the limit given, or of a large number."""
+        """Return `cache_tokens`, or 2**40 by default, less the tokens of all sequences."""
         return self._cache_tokens - sum(map(len, self.sequences))
 
     def _compute(

@@ -70,7 +70,7 @@ def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool
 
 @dataclass(kw_only=True)
 class Weights:
-    """What the decoder points to; `kept` owns the memory."""
+    """Weights that the decoder points to; `kept` owns their memory."""
 
     matrices: dict[str, _cpu.Matrix]
     vectors: dict[str, np.ndarray]
@@ -201,8 +201,8 @@ class _Loader:
     def _matrices(
         self, blocks: list[str], weight_format: str
     ) -> tuple[dict[str, _cpu.Matrix], int]:
-        """By name those of the blocks, in a format of `FORMATS`, and the bytes of all, with scales of
-        rows and groups."""
+        """Return the matrices of the blocks by name, in a format of `FORMATS`, and their total bytes,
+        scales of rows and groups included."""
         model, shapes = self._model, self._model.architecture.linear_shapes()
         pattern = coded_pattern(model.metadata.pattern)
         stored = model.metadata.packed_format, model.metadata.pattern
@@ -289,7 +289,7 @@ class _Loader:
         return mapped.ctypes.data + entry.begin
 
     def _source(self, name: str, in_place: int | None) -> dict[str, int]:
-        """Where the bytes of a tensor are, for `_cpu`, and how many."""
+        """Return the location and the size of a tensor's bytes, as arguments for `_cpu`."""
         entry = self._model.file.entries[name]
         size = entry.end - entry.begin
         if in_place is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of a given form: llguidance says which tokens can come next, so that what ends by itself fits."""
+"""Structured output: llguidance says which tokens can come next, so that every text fits a grammar."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 _LONGEST = 64
 """Bytes of a token."""
 _MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
-"""Processor time that a text's form may be in debt, and that each call pays back."""
+"""Seconds of processor time that a text's grammar may be in debt, and that each call pays back."""
 _KEPT = 8
 """Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -31,12 +31,12 @@ _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
 
 
 class FormLost(UserError):
-    """A text cannot go on in its form."""
+    """A text cannot continue under its grammar."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A form, in llguidance's words."""
+    """A grammar for structured output, in llguidance's syntax."""
 
     source: str
     rule: str = ""
@@ -44,7 +44,7 @@ class Grammar:
     is_lark_or_gbnf: bool = False
     """The source is rules as their author wrote them, not yet in llguidance's words."""
     about: str = ""
-    """Whose schemas the grammar holds, as errors name it."""
+    """Name of the source of the schemas, for error messages."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:

@@ -39,7 +39,7 @@ _NOT_PACKED = "the model is not packed"
 
 @dataclass(kw_only=True)
 class OpenModel:
-    """What is needed to generate text. `engine.close()` gives the memory back."""
+    """An opened model: engine, tokenizer and end tokens. `engine.close()` frees the memory."""
 
     folder: str
     """The resolved folder or hub id."""

@@ -130,7 +130,7 @@ class GenerationRequest:
 
     @property
     def strips_start(self) -> bool:
-        """Whether the space before the first word goes; one that the form asks for is one."""
+        """Whether to drop the space before the first word; a grammar may require that space."""
         return self.is_start and self.form is None
 
 
@@ -155,17 +155,17 @@ class Generation:
 
     sequence: EngineSequence | None = None
     guess: list[int] = field(default_factory=list)
-    """Tokens that are computed behind the context's last one, in case they follow."""
+    """Draft tokens, computed together with the last token of the context."""
 
     cancel_asked: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None
     guessed_tokens: int = 0
-    """Tokens computed ahead of those that were drawn."""
+    """Number of draft tokens computed."""
 
     accepted_tokens: int = 0
-    """Guessed tokens that were drawn."""
+    """Number of draft tokens accepted."""
 
     started: bool = False
 
@@ -268,7 +268,7 @@ class Generation:
 
     @property
     def wanted(self) -> WhichLogits:
-        """Which results of the next tokens to forward are needed."""
+        """Return the results needed from the next forward: hidden states, all logits or the last."""
         if self.request.pooling is not None:
             return "hidden"
         return "all" if self.scores_wanted else "last"
@@ -286,7 +286,7 @@ class Generation:
         return self.generated > 0 and self.missing == 1
 
     def entry(self, size: int) -> tuple[EngineSequence, list[int]]:
-        """Return its part of a forward: the sequence and the next tokens, guessed ones last."""
+        """Return its part of a forward: the sequence and the next tokens, draft tokens last."""
         assert self.sequence is not None
         tokens = self.context[self.in_cache : self.in_cache + size]
         return self.sequence, tokens + self.guess[: size - len(tokens)]
@@ -326,7 +326,7 @@ class Generation:
         return [self.take_logits(results[-1] if which == "all" else results)]
 
     def _take_guess(self, logits: np.ndarray) -> list[Output]:
-        """Draw from float32 logits [1 + guessed tokens, vocab_size] as long as the guess comes true."""
+        """Draw from float32 logits [1 + draft tokens, vocab_size] until a draft token is rejected."""
         assert self.sequence is not None
         start, outputs = self.in_cache - len(logits), []
         for place, row in enumerate(logits):

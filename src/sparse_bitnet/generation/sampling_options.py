@@ -13,7 +13,7 @@ RANGES = {
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
 }
-"""What is accepted, on the command line and by the server. Beyond them float32 would overflow, to no
+"""Accepted ranges, on the command line and by the server. Beyond them float32 would overflow, to no
 use: a penalty of 100 already forbids, a temperature of 100 already draws from all tokens alike."""
 
 _GREEDY_BELOW = 1e-4

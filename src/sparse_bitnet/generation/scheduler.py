@@ -49,7 +49,7 @@ class Observer:
         """A token came so long after the one before, or the first so long after arrival."""
 
     def guessed(self, tokens: int, accepted: int) -> None:
-        """So many tokens were computed ahead (speculation.py), and so many of them came true."""
+        """A forward computed `tokens` draft tokens (speculation.py); `accepted` of them were accepted."""
 
     def preempted(self) -> None:
         """A generation was paused for want of cache."""
@@ -111,7 +111,7 @@ class Scheduler:
             room_ahead: a generation is let in where there is room for this many further tokens of each;
                 None: for all that they may become, so that none is ever paused.
             prefixes: sequences to start from, and to add to; default some of its own.
-            speculation: what guesses tokens ahead, for this scheduler alone; default nothing does.
+            speculation: source of draft tokens, for this scheduler alone; default: no speculation.
         """
         self.capacity = min(engine.context_length, engine.free_tokens)
         """Most tokens of one generation, prompt included."""
@@ -187,8 +187,8 @@ class Scheduler:
         self.delivered()
 
     def _guessed(self, texts: list[tuple[Generation, int]]) -> list[tuple[Generation, int]]:
-        """The same with guessed tokens behind each one's next; nothing where none is guessed, as while
-        prompts are computed."""
+        """Return `texts` with draft tokens added to each one's next token; an empty list if there are
+        none, as while prompts are computed."""
         drawing = [g for g, _ in texts if g.is_drawing]
         if self._speculation is None or len(drawing) < len(texts):
             return []

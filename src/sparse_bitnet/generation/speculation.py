@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: tokens guessed behind the one that is due are computed with it, and those stay
+"""Speculative decoding: draft tokens are computed together with the next token, and those are accepted
 that the text would have had anyway.
 
-Each guessed token's logits are those that it would have had alone, so that each is drawn as ever; the
-first that is drawn otherwise ends the guess. The text is that without guesses, token for token, drawn or
-greedy, under any penalty or form, and so is its distribution (Leviathan et al. 2023, for guesses that are
-certain of themselves: accepted with the model's probability, otherwise drawn from the rest).
+The logits of a draft token are those of decoding one token at a time, so sampling is unchanged. The first
+draft token that differs from the sampled one ends the draft. The text equals that without speculation,
+token for token, sampled or greedy, under any penalty or grammar. So does its distribution (Leviathan et
+al. 2023, with a deterministic draft: accepted with the model's probability, else drawn from the rest).
 
-Guesses come from the text itself (prompt lookup: what followed its last tokens before) or from a draft
-model. How many tokens pay is reckoned from what forwards of so many took on this machine, and from how
-often guesses of a kind came true. Prompt lookup counts that without computing anything, so that a text
+Draft tokens come from the text itself (prompt lookup: what followed its last tokens before) or from a
+draft model. Their number is estimated from measured times of forwards on this machine, and from the
+acceptance rate of similar drafts. Prompt lookup updates that rate without computing anything, so a text
 without repetitions costs nothing.
 """
 
@@ -25,14 +25,14 @@ from sparse_bitnet.generation.prefix_cache import shared_length
 from sparse_bitnet.generation.request import Generation
 
 MOST_STREAMS = 8
-"""Texts that run together, beyond which none is guessed at: their tokens fill a forward."""
+"""Largest number of concurrent texts with draft tokens; more texts fill a forward by themselves."""
 
 _NGRAMS = (1, 2, 3)
 _MATCHES = (2, 3, 4, 6, 9)
-"""Tokens that repeat earlier ones: bounds of the classes whose guesses are counted together."""
+"""Numbers of repeated tokens that divide drafts into classes, each with an acceptance rate of its own."""
 
 _FIRST_RATES = (0.1, 0.2, 0.3, 0.5, 0.65, 0.8)
-"""Rate of each class before anything is counted; as in source code (Python's standard library)."""
+"""Initial acceptance rate of each class; typical of source code (Python's standard library)."""
 
 _MEMORY = 0.05
 """Share of the latest count in a rate, and, times five, of the latest forward in its cost."""
@@ -45,7 +45,7 @@ _UNKNOWN_COST = 0.15
 
 
 class PromptLookup:
-    """Guesses what followed the last tokens of a text when they last occurred in it."""
+    """Drafts the tokens that followed the last tokens of a text when they last occurred in it."""
 
     def __init__(self) -> None:
         self._after: tuple[dict[int, int], ...] = tuple({} for _ in _NGRAMS)
@@ -73,7 +73,7 @@ class PromptLookup:
         self._read = len(context)
 
     def guess(self, context: Sequence[int], most: int) -> tuple[list[int], list[float]]:
-        """Tokens, and the chance of each that it and those before it come true."""
+        """Return draft tokens, and for each the probability that it and those before it are accepted."""
         if not self._source:
             return [], []
         tokens = list(context[self._source : self._source + most])
@@ -110,16 +110,16 @@ class ForwardCosts:
 
 
 class DraftModel:
-    """A small model's likeliest tokens as guesses. It takes the engine over."""
+    """Drafts the most likely tokens of a small model. It takes the engine over."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self.token_seconds = 0.0
-        """Seconds that a guessed token takes here."""
+        """Seconds that the draft model takes for a token."""
 
     def guess(self, text: "_Text", context: Sequence[int], most: int) -> list[int]:
-        """At most so many tokens; fewer where context or cache are full, none
-        behind a token that the draft model lacks."""
+        """Return at most `most` draft tokens; fewer if context or cache are full, none
+        after a token that the draft model lacks."""
         sequence = text.sequence
         drafted: list[int] = []
         try:
@@ -154,19 +154,19 @@ class _Text:
     guess: list[int] = field(default_factory=list)
     drafted: bool = False
     before: int = 0
-    """Tokens of the text when it was guessed at."""
+    """Tokens of the text when the draft was made."""
 
 
 class Speculation:
-    """Guesses for the generations of one scheduler."""
+    """Draft tokens for the generations of one scheduler."""
 
     def __init__(
         self, engine: InferenceEngine, *, most: int = 7, draft: InferenceEngine | None = None
     ) -> None:
         """
         Args:
-            engine: whose tokens are guessed; one that gives a token the same logits in any company.
-            most: tokens guessed for one text at a time.
+            engine: target engine; the logits of a token must not depend on the rest of the batch.
+            most: largest number of draft tokens for one text at a time.
             draft: an engine with a smaller model of the same tokenizer; closed by its owner.
         """
         self.costs = ForwardCosts()
@@ -175,13 +175,13 @@ class Speculation:
         self._texts: dict[Generation, _Text] = {}
 
     def guess(self, generations: Sequence[Generation]) -> list[list[int]]:
-        """Tokens for each of the generations, which wait for their next one, to be computed behind it."""
+        """Return draft tokens for each generation, to be computed together with its next token."""
         if not generations or len(generations) > MOST_STREAMS:
             return [[] for _ in generations]
         texts = [self._texts.setdefault(generation, _Text()) for generation in generations]
         chances = []
         for generation, text in zip(generations, texts, strict=True):
-            # What came true of the last guess of the draft model.
+            # Count the accepted tokens of the draft model's last draft.
             for guessed, token in zip(
                 text.guess if text.drafted else (), generation.context[text.before :], strict=False
             ):
@@ -214,8 +214,8 @@ class Speculation:
             text.sequence.close()
 
     def _sizes(self, chances: Sequence[Sequence[float]], texts: Sequence[_Text]) -> list[int]:
-        """How many tokens of each text's guess make the most tokens a second."""
-        # No token's chance is above that of those before it: the best ones are a beginning of each guess.
+        """Return how many draft tokens of each text give the most tokens a second."""
+        # No token's chance is above that of those before it: the best ones are a prefix of each draft.
         tokens = sorted(
             ((chance, which) for which, own in enumerate(chances) for chance in own),
             key=lambda entry: -entry[0],

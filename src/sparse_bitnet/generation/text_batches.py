@@ -63,10 +63,10 @@ def generate(
         prompts: tokens, at least one each.
         tokenizer: turns tokens into text.
         end_tokens: tokens that end a text.
-        form: which the texts have to have.
+        form: grammar that the texts have to match.
         prefixes: sequences of this engine from earlier calls; prompts start from the longest beginning
             they share with one, and their sequences are added.
-        speculation: what guesses tokens ahead; the texts are the same, sooner.
+        speculation: source of draft tokens; the texts are the same, sooner.
         max_batch: texts that grow at the same time; the others wait.
         is_start: the text starts anew instead of continuing the prompt's, as an answer does; see
             `TextStream`.

@@ -28,7 +28,7 @@ _LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Subclasses of `nn.Linear` that compute what it does; others may not use their forward at all."""
 
 _FUSED = "transformers.integrations.moe"
-"""Where the gate of fused experts comes from; families with a gate of their own are left alone."""
+"""Module that defines the gate of fused experts; families with a gate of their own are not converted."""
 
 
 def convert_(
@@ -152,7 +152,7 @@ def _tell_what_stays(
 
 
 def _in_blocks(model: nn.Module) -> FilterFn:
-    """What lies inside the repeated blocks; of a model without blocks, all but heads and ties."""
+    """Return a filter for layers in repeated blocks; without blocks, for all but head and tied layers."""
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }

@@ -159,11 +159,11 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         )
 
     def _matrix(self) -> Matrix:
-        """What registered functions may ask for."""
+        """Return the `Matrix` for the registered functions that ask for it."""
         return Matrix(input_norm=self.input_norm)
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
-        """What to select from, and its scale where that is not the weight's own."""
+        """Return the weight to select from, and its scale; None: the scale comes from that weight."""
         return self.weight, None
 
     @torch.no_grad()
@@ -249,7 +249,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         )
 
     def _taken(self, input: Tensor) -> Tensor:
-        """What is quantised; its norms are followed where the score wants them."""
+        """Return the transformed input, to be quantised; adds to the norms if the score needs them."""
         x = self.inputs.transform(input)
         if self._seen is not None and self.training and torch.is_grad_enabled():
             tokens = x.detach().float().reshape(-1, x.shape[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step selects from a master weight: mask, ternary codes and scale; and how a layer holds them."""
+"""Selection of mask, ternary codes and scale from a master weight, and how a layer holds them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from sparse_bitnet.variants.registry import Matrix, Variant
 
 
 class Selection(NamedTuple):
-    """What the forwards of one weight use, and the mask as it is kept from step to step."""
+    """The values that forwards of one weight use, and the mask that is kept from step to step."""
 
     codes: Tensor | None
     """int8 [out_features, in_features], masked; None with full-precision weights."""
@@ -44,7 +44,7 @@ class Selection(NamedTuple):
     """float32 scalar, the share of the quantised input in the forward's; None is all of it."""
 
     def effective(self, weight: Tensor) -> Tensor:
-        """What forwards multiply with, of the master that this was selected from."""
+        """Return the effective weight of forwards; `weight` is the master that this was selected from."""
         if self.value is not None:
             return self.value
         if self.codes is not None and self.weight_scale is not None:
@@ -108,7 +108,7 @@ def select(
 def _select_registered(
     weight: Tensor, config: SparseBitConfig, pattern: NMPattern, blend: float, matrix: Matrix
 ) -> Selection:
-    """By the registered functions, one after another."""
+    """Return the selection by the registered functions, called one after another."""
     mask, latent = None, weight
     if not config.pattern.is_dense:
         score = config.variant("score")
@@ -198,16 +198,16 @@ def spread_scale(scale: Tensor, in_features: int) -> Tensor:
 
 @dataclass
 class SelectionState:
-    """What a layer holds of its selections; its tensors move with the layer and are never saved."""
+    """Selections that a layer holds; their tensors move with the layer and are never saved."""
 
     current: Selection | None = None
-    """What forwards use instead of selecting anew."""
+    """Selection that forwards use instead of making a new one."""
 
     mask_words: Tensor | None = None
-    """The last training step's."""
+    """`Selection.mask_words` of the last training step."""
 
     mask_flips: Tensor | None = None
-    """The last training step's."""
+    """`Selection.mask_flips` of the last training step."""
 
     frozen: tuple[Tensor | None, Any] = (None, None)
     """Scale, and version and type of the weight, at the last selection while it was frozen."""

@@ -32,14 +32,14 @@ def fake_quantize_int8(x: Tensor) -> Tensor:
 
 
 class InputQuantizer:
-    """What a format's `activation` does to the inputs of a layer."""
+    """Transforms and quantises the inputs of a layer, as the `activation` of a format says."""
 
     def __init__(self, config: SparseBitConfig) -> None:
         self.variant = config.variant("activation")
         self.name = self.variant.entry.name
 
     def transform(self, x: Tensor) -> Tensor:
-        """What is quantised, and multiplied with the weight."""
+        """Return the input after the `transform` hook; it is quantised and multiplied with the weight."""
         return self.variant.call(x, hook="transform") if self.variant.has("transform") else x
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -127,7 +127,7 @@ def _launch(
 
 @triton.jit
 def _kept(key, lane, N: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
-    """Which lanes of each group are among its n largest, ties to the lower index.
+    """Return the mask of the n largest lanes of each group, ties to the lower index.
 
     Keys are magnitudes minus one, -1 .. 2**31 - 2, so that both ends are free for lanes to ignore.
     """

@@ -25,7 +25,7 @@ COLUMN_MULTIPLE = 32
 
 
 class WindowLayout(NamedTuple):
-    """Which source column every expanded column reads. Column c of an expanded row is lane
+    """Map from expanded columns to their source columns. Column c of an expanded row is lane
     c % 4 of window c // 4 % windows of group c // (4 * windows); its source is group * m + 2 * window
     + lane, or c itself where the pattern passes through."""
 

@@ -39,7 +39,7 @@ _LARGE = 1 << 16
 _LONGEST_WAIT = 30.0
 """Seconds that a request waits until its body is read, or its grammar tried."""
 _SCORES_AT_ONCE = 64
-"""In one event."""
+"""Maximum number of token scores in one event."""
 KEEP_ALIVE_SECONDS = 15.0
 """A stream that waits longer sends a comment, so that no proxy takes the connection for dead."""
 _OUTPUTS_AT_ONCE = 64
@@ -54,8 +54,8 @@ class Lane:
         self._free, self._waiting, self._most_waiting = asyncio.Semaphore(at_once), 0, most_waiting
 
     async def run(self, request: Request, work: Callable[[], Result]) -> Result:
-        """What `work` returns. Raises `ApiError` 429 where too many wait, or this one has waited too
-        long, and `ClientDisconnect` if the client has gone meanwhile."""
+        """Return the result of `work`. Raises `ApiError` 429 if too many requests wait or this one waited
+        too long, and `ClientDisconnect` if the client has gone meanwhile."""
         busy = ApiError(429, "too many requests wait already; try later", code="queue_full")
         if self._waiting >= self._most_waiting:
             raise busy
@@ -163,7 +163,7 @@ class Answering:
         return response
 
     async def beside(self, request: Request, raw: bytes, read: Callable[[], Result]) -> Result:
-        """What `read` makes of a body, in another thread. Raises as `Lane.run` does."""
+        """Return the result of `read`, run in another thread. Raises as `Lane.run` does."""
         return await (self._small if len(raw) <= _LARGE else self._large).run(request, read)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
@@ -294,7 +294,7 @@ async def _events(
 
 
 def failure(generation: Generation) -> ApiError:
-    """What to answer for one that has not come to its end."""
+    """Return the error to answer for a generation that did not finish."""
     if generation.finish_reason == "shutdown":
         return ApiError(503, "the server is shutting down", code="server_shutdown")
     if generation.finish_reason == "cancelled":

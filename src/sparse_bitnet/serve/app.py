@@ -35,7 +35,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""What a model writes cannot reach beyond this server, should it ever get out of its escapes."""
+"""Headers of the chat page: even unescaped output of a model cannot reach beyond this server."""
 _BODY_SECONDS = 60.0
 """A body that takes longer to arrive is given up."""
 

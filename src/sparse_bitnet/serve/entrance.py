@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every request passes: is it meant for this server, what is it called, how did it end. Plain ASGI:
-streams pass through untouched."""
+"""ASGI middleware for every request: checks the allowed hosts, sets the request id, counts and logs the
+outcome. Streams pass through untouched."""
 
 import ipaddress
 import json
@@ -24,7 +24,7 @@ from sparse_bitnet.serve.prometheus import ServerMetrics
 ANY = "*"
 _HOST = re.compile(r"(\[[^][/@\s]+\]|[^][:/@?#\s]+)(:\d*)?")
 _ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]*://{_HOST.pattern}|null|\*")
-"""As browsers write it; "null" of a page that is a file."""
+"""Origin as browsers write it; "null" is that of a page opened from a file."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 

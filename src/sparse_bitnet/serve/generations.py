@@ -21,10 +21,10 @@ from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, Embedding
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought, tool_grammar
 
 _MOST_LOGPROBS = 1 << 21
-"""In one answer: they take 100 bytes each while it grows."""
+"""Limit on log-probabilities in one answer; each takes 100 bytes while the answer grows."""
 
 _MOST_NUMBERS = 1 << 22
-"""Of the vectors in one answer."""
+"""Limit on the numbers in all embedding vectors of one answer."""
 
 Deliver = Callable[[int, Generation, Output], None]
 """Takes output of the generation of that number, in the scheduler's thread."""
@@ -32,7 +32,7 @@ Deliver = Callable[[int, Generation, Output], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What is served, and the limits."""
+    """The served model and the limits of requests."""
 
     name: str
     tokenizer: TextTokenizer
@@ -71,7 +71,7 @@ class Prepared:
     body: Body
     requests: list[GenerationRequest]
     untried: Grammar | None
-    """Grammar of the form that they lack, if they do: `try_form` gives it."""
+    """Grammar that the requests still lack, for `try_form` to add; None if they lack none."""
     ignored: set[str]
     """Names of what had no effect."""
     echo: Sequence[str]
@@ -253,7 +253,7 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
 
 
 def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | None]:
-    """Grammar of the texts, and its form if that is known; None for any text."""
+    """Return the grammar of the texts and, if cached, its initial state; None for any text."""
     try:
         grammar = body.form()
         if isinstance(body, ChatBody) and body.functions:
@@ -266,7 +266,7 @@ def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | Non
 def _with_calls(
     grammar: Grammar | None, body: ChatBody, syntax: ToolSyntax | None
 ) -> Grammar | None:
-    """As OpenAI does: calls, or an answer of that form; where both begin with {, that alone."""
+    """Return a grammar of calls or an answer, as OpenAI does; of the answer only if both begin with {."""
     assert syntax is not None
     is_answer = grammar is not None and body.response_format is not None
     if body.calls_are_forced and grammar is not None and not is_answer:
@@ -274,7 +274,7 @@ def _with_calls(
     answer = grammar.rule if grammar is not None and is_answer else ""
     if grammar is not None and not (body.calls_are_forced or (answer and syntax.opening)):
         return grammar
-    # A text that is held to calls, or a form, begins with them.
+    # A text that is constrained to calls, or a grammar, begins with them.
     body._in_thought &= not (body.calls_are_forced or answer)
     named = body.named_function
     return tool_grammar(
@@ -288,7 +288,7 @@ def _with_calls(
 
 
 def try_form(prepared: Prepared, model: ServedModel) -> Prepared:
-    """Give the requests the form that they lack. Raises `ApiError` for a grammar that is none."""
+    """Return the requests with their grammar started. Raises `ApiError` for an invalid grammar."""
     assert prepared.untried is not None
     try:
         form = model.grammars.start(prepared.untried)

@@ -20,10 +20,10 @@ from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.host import most_open_files
 
 _LAST_EVENTS_SECONDS = 5
-"""For the ends of streams to reach their clients, once the generations have ended."""
+"""Seconds for the ends of streams to reach their clients after the generations have ended."""
 _SWITCH_SECONDS = 2e-4
 _HEADER_SECONDS = 10.0
-"""From a connection's start, or its last answer, to the end of the next request's headers."""
+"""Time limit from a connection's start, or its last answer, to the end of the next request's headers."""
 _STALL_SECONDS = 60.0
 """A client that reads nothing for so long while there is more for it is given up."""
 _BACKLOG = 2048
@@ -77,7 +77,7 @@ class HttpServer(uvicorn.Server):
         """Connections with what they wait for, and since when."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with a longer queue of connections."""
+        """Start like uvicorn's server, with a longer queue of connections."""
         await super().startup(sockets)
         for bound in sockets or ():
             bound.listen(_BACKLOG)

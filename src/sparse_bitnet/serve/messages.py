@@ -73,7 +73,7 @@ Parts = Annotated[list[TextPart], Field(max_length=10_000, fail_fast=True)]
 
 
 class FunctionCall(Replayed):
-    """What an assistant has called, the arguments as it wrote them."""
+    """Function call of an assistant, with the arguments as it wrote them."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class ToolCall(Replayed):
     function: FunctionCall
 
     def plain(self, as_text: bool) -> dict[str, Any]:
-        """For a chat template: arguments as an object, if they are one, or as text."""
+        """Return the call for a chat template: arguments as an object, if they are one, or as text."""
         values, text = call_arguments(self.function.arguments)
         arguments = text if as_text or values is None else values
         called = {"name": self.function.name, "arguments": arguments}
@@ -144,8 +144,8 @@ class Message(Replayed):
         return names
 
     def plain(self, as_text: bool = False) -> dict[str, Any]:
-        """For a chat template, with the arguments of calls as text or as objects. Templates ask which
-        names are there."""
+        """Return the message for a chat template, with the arguments of calls as text or as objects.
+        Empty optional names are absent, since templates test for their presence."""
         given = {"name": self.name, "tool_call_id": self.tool_call_id}
         given["reasoning_content"] = self._thoughts
         # Templates know the older name of a developer's message.
@@ -173,7 +173,7 @@ class FunctionTool(Replayed):
         return value
 
     def plain(self) -> dict[str, Any]:
-        """For a chat template."""
+        """Return the tool for a chat template."""
         shown = {"name", "description", "parameters"}
         function = self.model_dump(include=shown, exclude_none=True)
         return {"type": "function", "function": function}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server answers: OpenAI's completions, chats, whole or as stream chunks, and embeddings."""
+"""Response bodies of the server: OpenAI's completions and chats, whole or in chunks, and embeddings."""
 
 import base64
 import json
@@ -81,7 +81,7 @@ class Choice:
         return self.reader.feed(text) + (self.reader.end() if is_last else [])
 
     def places(self, scores: Iterable[TokenScore]) -> Iterator[int]:
-        """Where in the text each token begins. `scores` follow those of the last call."""
+        """Yield the text offset, in characters, of each token. `scores` follow those of the last call."""
         for score in scores:
             yield self._place
             text = self._stream.feed(score.token)
@@ -119,7 +119,7 @@ class Reply:
         )
 
     def opening(self, choice: Choice) -> bytes:
-        """What precedes the first piece of a choice: of a completion, the prompt it repeats."""
+        """Return the event before the first piece of a choice: the prompt, if a completion echoes it."""
         if not choice.echo:
             return b""
         return self._chunk_event(self._entry(choice, None, text=choice.echo), choice)
@@ -135,15 +135,15 @@ class Reply:
         return event(error.body)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """What follows the last piece of all choices."""
+        """Return the events after the last piece of all choices: usage, if requested, and [DONE]."""
         options, done = self._body.stream_options, b"data: [DONE]\n\n"
         if options is None or not options.include_usage:
             return done
         return event(self._head | {"choices": [], "usage": self._usage(choices)}) + done
 
     def _usage(self, choices: Sequence[Choice], generated: int | None = None) -> dict[str, Any]:
-        """Of ended generations, or of one that has got so far. The choices of one prompt count it once;
-        generated tokens include the one that ends a text."""
+        """Return the token usage of ended generations, or of one after `generated` tokens. A prompt
+        counts once for all its choices; generated tokens include the one that ends a text."""
         generations = [choice.generation for choice in choices]
         first_choices = generations[:: self._body.choices]
         prompt = sum(len(generation.request.prompt) for generation in first_choices)

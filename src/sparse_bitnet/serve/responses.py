@@ -36,13 +36,13 @@ _COMMON = frozenset({
 
 
 class StreamPadding(StrictModel):
-    """What pads a stream; nothing does."""
+    """Padding options of a stream; ignored, since streams are not padded."""
 
     include_obfuscation: bool | None = None
 
 
 class TextOptions(StrictModel):
-    """The form of the text, as in a chat's `response_format`, and its length."""
+    """Structured output of the text, as in a chat's `response_format`, and its length."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server accepts: OpenAI's request bodies and their limits.
+"""Request bodies that the server accepts: OpenAI's, and their limits.
 
 Parameters that would change the output and are not supported are refused by name, unless they have
 the value that changes nothing; those that cannot change it are accepted and named in a header.
@@ -119,11 +119,11 @@ class TolerantBody(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """What a stream says besides its text."""
+    """Options of a stream: what it reports besides its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With it, in every event, as vLLM does."""
+    """Report the usage in every event, as vLLM does; needs `include_usage`."""
     include_obfuscation: bool | None = None
     """Ignored: nothing is padded."""
 
@@ -184,7 +184,7 @@ def _format_grammar(given: PlainText | JsonObject | JsonSchema) -> Grammar | Non
 
 
 class _Body(TolerantBody):
-    """What both kinds of request for text have."""
+    """Fields that the bodies of completions and chats share."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -247,8 +247,8 @@ class _Body(TolerantBody):
         return SamplingOptions(seed=seed % _SEEDS, **named)
 
     def form(self) -> Grammar | None:
-        """Which texts are meant; None: any. Raises `UserError` for rules that are none, and `ApiError`
-        for two forms at once."""
+        """Return the grammar that the text has to match; None: any text. Raises `UserError` for an
+        invalid grammar, and `ApiError` for two constraints at once."""
         outputs = self.structured_outputs or StructuredOutputs()
         given: list[tuple[str, Any, Callable[[Any], Grammar | None]]] = [
             ("response_format", self.response_format, _format_grammar),
@@ -289,7 +289,7 @@ class CompletionBody(_Body):
 
     neutral: ClassVar[Neutral] = TolerantBody.neutral | {"suffix": ("",)}
     default_tokens: ClassVar[int | None] = 16
-    """As OpenAI has it, where there is room."""
+    """Default of max_tokens, the same as OpenAI's; fewer if the context has less room."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -298,7 +298,7 @@ class CompletionBody(_Body):
 
     @property
     def top_scores(self) -> int | None:
-        """So many of the likeliest tokens beside each, all with log-probabilities; None: no scores."""
+        """Number of likeliest tokens beside each, all with log-probabilities; None: no scores."""
         return self.logprobs
 
     def check(self) -> None:
@@ -378,7 +378,7 @@ class ChatBody(_Body):
 
     @property
     def top_scores(self) -> int | None:
-        """As of `CompletionBody`."""
+        """Number of likeliest tokens beside each, as in `CompletionBody.top_scores`; None: no scores."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:

@@ -27,13 +27,13 @@ class ToolSyntax:
 
 
 HERMES = ToolSyntax("<tool_call>", "</tool_call>", "\n", "arguments")
-"""Of Hermes, Qwen2.5, Qwen3 and many others."""
+"""Tool-call syntax of Hermes, Qwen2.5, Qwen3 and many others."""
 LLAMA = ToolSyntax("", "", "; ", "parameters")
-"""Of Llama 3."""
+"""Tool-call syntax of Llama 3."""
 PYTHON_TAG = "<|python_tag|>"
 THOUGHT = ("<think>", "<thinking>", "[THINK]")
 END_OF_THOUGHT = ("</think>", "</thinking>", "[/THINK]")
-"""Around reasoning, in which a call is only drafted."""
+"""Tags around reasoning, in which a call is only drafted."""
 _SPACE = " \t\r\n"
 """JSON's."""
 _HEAD = re.compile(
@@ -96,12 +96,12 @@ class ToolCallReader:
         self.calls = 0
 
     def feed(self, text: str) -> list[str | CallPiece]:
-        """What has become certain: pieces of content, and of calls."""
+        """Add `text`; returns the pieces of content and of calls that have become certain."""
         self._held += text
         return list(self._read())
 
     def end(self) -> list[str | CallPiece]:
-        """What was held back, when nothing follows."""
+        """Return the pieces of content and of calls that were held back; nothing follows."""
         pieces: list[str | CallPiece] = []
         while self._state == "body":
             if call := self._whole(self._held):

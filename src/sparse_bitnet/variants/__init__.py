@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a format names: how weights are ranked, quantised and phased in. Free of torch."""
+"""Functions that a format names: they rank, quantise and phase in weights. Free of torch."""
 
 from sparse_bitnet.variants import built_in as built_in

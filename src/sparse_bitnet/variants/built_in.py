@@ -126,14 +126,14 @@ def absmax(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quanti
 
 @register_quantizer("per-channel")
 def per_channel(weight: "Tensor", mask: "Tensor | None") -> Quantized:
-    """As absmean, one scale for each output feature (as in Nagel et al., 2021, section 2.2.3)."""
+    """Rounded to multiples of mean |w|, one scale a row (as in Nagel et al., 2021, section 2.2.3)."""
     return _rounded(weight, weight.float().abs().mean(-1, keepdim=True).clamp_min(_FLOOR))
 
 
 @register_quantizer("per-group")
 def per_group(weight: "Tensor", mask: "Tensor | None", *, size: int = 64) -> Quantized:
-    """As absmean, one scale for every `size` weights of a row (groups as in Frantar et al., "GPTQ", ICLR
-    2023, section 4)."""
+    """Rounded to multiples of mean |w|, one scale for every `size` weights of a row (groups as in Frantar
+    et al., "GPTQ", ICLR 2023, section 4)."""
     if size < 1 or weight.shape[-1] % size:
         raise UserError(
             f"quantizer per-group: size={size} does not divide a row of {weight.shape[-1]} weights"

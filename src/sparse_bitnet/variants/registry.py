@@ -77,7 +77,7 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is registered under a name."""
+    """A registered entry: the name, the module, and the functions under that name."""
 
     name: str
     module: str
@@ -285,7 +285,7 @@ def check_module(kind: str, text: str, module: str) -> None:
 
 
 def _entry(kind: str, name: str) -> Entry | None:
-    """What is registered, if need be by the modules that the user named in the environment."""
+    """Return the entry of a name, or None; imports the modules named in the environment if needed."""
     if name not in _ENTRIES[kind]:
         for module in filter(None, os.environ.get(IMPORTED, "").split(",")):
             if (here := os.getcwd()) not in sys.path:  # scripts do not look there
