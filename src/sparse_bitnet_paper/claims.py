@@ -267,9 +267,11 @@ def _near_zero(results: Results) -> Iterator[Claim]:
 def average_accuracies(results: Results) -> pd.DataFrame:
     """Return the models scored on tasks: their rows, with `tasks` and `average`, in the order of scoring.
 
-    The average accuracy over all tasks is in percent, as in the paper.
+    Where other tasks or another limit were requested at different times, the newest count. The average
+    accuracy over all tasks is in percent, as in the paper.
     """
     lines = [line for line in results.scores if line["run"] in set(results.rows.name)]
+    lines = [line for line in lines if line["asked"] == lines[-1]["asked"]]
     scores = pd.DataFrame(lines, columns=["run", "tasks"])
     accuracies = ([values["acc"] for values in tasks.values()] for tasks in scores.tasks)
     scores["average"] = [100 * float(np.mean(each)) for each in accuracies]

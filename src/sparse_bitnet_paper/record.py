@@ -32,6 +32,8 @@ from sparse_bitnet_paper.runs import Run
 from sparse_bitnet_paper.weight_counts import as_json, depth_parts, pool, shares
 from sparse_bitnet_paper.weights import count_checkpoint, count_model
 
+GPU_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
 UTILISATION = 0.4
 """Share of the rate of large products that training reaches, before a run has shown it."""
 OVERHEAD = 1.1
@@ -190,17 +192,18 @@ def seconds(config: TrainConfig, rows: pd.DataFrame, vocab_size: int | None = No
     ended = same if len(same) else here
     work = OVERHEAD * flops(config.model, config.steps * config.tokens_per_step, vocab_size)
     if ended.empty:
-        return work / (UTILISATION * product_rate(config.device, config.threads))
+        return work / (UTILISATION * product_rate(config.device, config.threads, config.precision))
     done = sum(flops(row.model, row.tokens, vocab_size) for row in ended.itertuples())
     return work * ended.seconds.sum() / done
 
 
 @cache
-def product_rate(device: str, threads: int | None) -> float:
-    """Return operations a second, a multiply-add being two, of large float32 products.
+def product_rate(device_name: str, threads: int | None, precision: str) -> float:
+    """Return operations a second, a multiply-add being two, of large products.
 
-    `device` and `threads` are as in a `TrainConfig`.
+    The arguments are the fields `device`, `threads` and `precision` of a `TrainConfig`.
     """
-    a = torch.ones(1024, 1024, device=resolve_device(device))
+    device = resolve_device(device_name)
+    a = torch.ones(1024, 1024, device=device, dtype=resolve_dtype(precision, device))
     timer = Timer("a @ a", globals={"a": a}, num_threads=threads or torch.get_num_threads())
     return 2 * len(a) ** 3 / min(timer.blocked_autorange(min_run_time=0.5).times)

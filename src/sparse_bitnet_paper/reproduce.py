@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains what a set of experiments still lacks, and keeps what is worth keeping of it.
+"""Trains what a set of experiments still lacks, keeps what is worth keeping of it, and scores its models.
 
 Runs are trained in this process one after another, or several at once in processes of their own. Models
 of a few million weights keep one core busy and hardly two: two runs of one thread each take little more
@@ -28,13 +28,22 @@ from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import check_ours
+from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks
+from sparse_bitnet.files import check_ours, write_atomic
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Line, Progress
+from sparse_bitnet.provenance import provenance
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 from sparse_bitnet.training.run_folder import Interrupted, run_lock, stop_signals
 from sparse_bitnet_paper.record import OnStep, flops, seconds, train_and_measure
-from sparse_bitnet_paper.results import SETTING, Measured, Results, make_setting
+from sparse_bitnet_paper.results import (
+    DOWNSTREAM,
+    SETTING,
+    Measured,
+    Results,
+    json_lines,
+    make_setting,
+)
 from sparse_bitnet_paper.runs import Run, plan
 from sparse_bitnet_paper.scales import Scale
 
@@ -90,7 +99,7 @@ def reproduce(
         out: folder of the set, new or continued; see `results`.
         seeds: instead of the scale's numbers of seeds.
         data: already prepared text; by default the scale's is prepared in `out/data`.
-        workers: runs trained at once; by default one for each core.
+        workers: runs trained at once; by default the scale's number, or one for each core.
         budget_minutes: no run is started that would end later than this, by the speed so far.
         console: for progress.
         plain_lines: lines that each run prints on its way where the console is not a terminal.
@@ -122,6 +131,59 @@ def reproduce(
     return Outcome(
         queue.ended - len(queue.failed), len(runs) - len(pending), left, tuple(queue.failed)
     )
+
+
+def score(
+    scale: Scale,
+    out: Path,
+    tasks: Sequence[str],
+    *,
+    include_path: Path | None = None,
+    limit: int | None = None,
+    seeds: int = 1,
+) -> int:
+    """Score the trained models of table 2 on lm-eval tasks (table 1); skips those that are done.
+
+    Args:
+        scale: scale of the results.
+        out: folder of the results; the models are in its run folders.
+        tasks, include_path, limit: as in `evaluate_tasks`.
+        seeds: models of seeds below this one are scored.
+
+    Returns how many models were scored. Raises `UserError` when no model is there, or for what
+    `evaluate_tasks` raises.
+    """
+    results, lines = Results(out), Results(out).scores
+    asked = [*tasks, *([f"limit {limit}"] if limit else [])]
+    trained = results.rows.set_index("name")
+    names = [run.name for run in plan(scale, ["table2"], seeds) if run.name in trained.index]
+    if not names:
+        raise UserError(f"{out}: no model of table 2 is trained yet; `reproduce table2` does it")
+    known = {line["run"] for line in lines if line["asked"] == asked}
+    new = [name for name in names if name not in known]
+    for name in new:
+        print(f"scoring {name}")
+        row = trained.loc[name]
+        scores = evaluate_tasks(
+            out / row.checkpoint,
+            tasks,
+            include_path=include_path,
+            limit=limit,
+            precision="bf16" if row.precision == "bfloat16" else "float32",
+            device=row.device,
+        )
+        lines.append(
+            {
+                "run": name,
+                "asked": asked,
+                "tasks": accuracies(scores),
+                "questions": {task: n["effective"] for task, n in scores["n-samples"].items()},
+                "lm_eval": scores.get("lm_eval_version"),
+                "provenance": provenance(),
+            }
+        )
+        write_atomic(out / DOWNSTREAM, json_lines(lines))
+    return len(new)
 
 
 class _Queue:
@@ -185,7 +247,9 @@ class _Queue:
 
 
 def default_workers(scale: Scale) -> int:
-    """Return how many runs the recipe's threads leave room for at once."""
+    """Return the scale's own number, or how many runs the recipe's threads leave room for at once."""
+    if scale.workers is not None:
+        return scale.workers
     if resolve_device(scale.recipe.device).type != "cpu" or scale.recipe.threads is None:
         return 1
     return max(1, available_cores() // scale.recipe.threads)

@@ -4,7 +4,7 @@
 setting.json      what all runs share: scale, sizes, recipe, text, precision
 results.jsonl     one line a finished run; see `COLUMNS`
 details.jsonl.gz  one line a finished run: its thinned curves, and a dense one's weights over training
-downstream.jsonl  one line a model that was scored on tasks, in finished sets
+downstream.jsonl  one line a model scored on tasks; see `reproduce.score`
 notes.md          what people make of the results
 data/, runs/      prepared text, and run folders with checkpoints; not for a repository
 """
@@ -27,6 +27,7 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet_paper.scales import DENSE_PATTERN, Scale, four_formats
 
 SETTING, ROWS, DETAILS = "setting.json", "results.jsonl", "details.jsonl.gz"
+DOWNSTREAM = "downstream.jsonl"
 
 COLUMNS = {
     "name": "of its folder and its details",
@@ -69,7 +70,7 @@ Measured = tuple[dict[str, Any], dict[str, Any]]
 _MAY_CHANGE = ("summary", "patterns", "sparse_percents")
 """Keys of a setting that say which runs are wanted, and nothing about those that are there."""
 
-_WHICH_RUNS = ("name", "seeds", "plain_names")
+_WHICH_RUNS = ("name", "seeds", "workers", "plain_names", "needs_gpu")
 _OF_ONE_RUN = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
 
 
@@ -115,7 +116,7 @@ class Results:
     @property
     def scores(self) -> list[dict[str, Any]]:
         """Lines of downstream.jsonl: accuracies and numbers of questions by task."""
-        return self._lines("downstream.jsonl", ("run", "tasks", "questions"))
+        return self._lines(DOWNSTREAM, ("run", "asked", "tasks", "questions"))
 
     def _lines(self, name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
         path = self.path / name

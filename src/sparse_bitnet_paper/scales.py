@@ -13,6 +13,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import find_preset
+from sparse_bitnet.training import recipes
 from sparse_bitnet.training.config import TrainConfig
 
 DENSE_PATTERN = "8:8"
@@ -86,6 +87,12 @@ class Scale:
     snapshots: int = 16
     """Points of training at which the weights of dense runs are measured, besides the initial ones."""
 
+    needs_gpu: bool = False
+    """Whether it is only planned, not trained, on a machine without a GPU."""
+
+    workers: int | None = None
+    """Runs trained at once; None: as many as there are cores for."""
+
     plain_names: bool = False
     """Whether seed and format alone name a run, as for a set with one recipe."""
 
@@ -147,7 +154,61 @@ def cpu() -> Scale:
     )
 
 
-SCALES = {scale.__name__: scale for scale in (smoke, cpu)}
+def gpu() -> Scale:
+    """The whole set on one H200 in 25 minutes, on the installed Python packages or a text folder.
+
+    Four runs share the GPU, since models this small leave it waiting for the next kernel.
+    """
+    return Scale(
+        name="gpu",
+        summary="the whole set on one H200 in at most 25 minutes, on installed Python packages",
+        text={"source": "python-packages", "vocab_size": 8192},
+        sizes=(
+            Size(model="qwen2.5-3m", steps=1000, seeds=3, search=(1.5e-3, 3e-3, 6e-3)),
+            Size(model="qwen2.5-10m", steps=1200, seeds=3),
+            Size(model="qwen2.5-30m", steps=1500, seeds=1),
+        ),
+        main="qwen2.5-3m",
+        seeds={"sweep": 3, "ablations": 3, "schedule": 3, "search": 1},
+        recipe=TrainConfig(
+            batch_size=64,
+            sequence_length=512,
+            learning_rate=3e-3,
+            warmup_fraction=0.1,
+            precision="bf16",
+            device="cuda",
+            loss_chunk_tokens=32768,
+            validation_tokens=262144,
+            layer_metrics_every=0,
+            threads=4,
+        ),
+        workers=4,
+        needs_gpu=True,
+    )
+
+
+def paper() -> Scale:
+    """The paper's own sizes: about 50 B tokens of RefinedWeb for each of more than 18 models."""
+    recipe = recipes.paper_tuned()
+    sizes = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
+    return Scale(
+        name="paper",
+        summary="the paper's sizes, 50 B tokens each; look at the plan first (--dry-run)",
+        text={
+            "source": "hub:tiiuae/falcon-refinedweb",
+            "tokenizer": "Qwen/Qwen2.5-0.5B",
+            "column": "content",
+        },
+        sizes=tuple(Size(model=model, steps=recipe.steps, seeds=1) for model in sizes),
+        main=sizes[0],
+        seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 0},
+        recipe=recipe,
+        validations=50,
+        needs_gpu=True,
+    )
+
+
+SCALES = {scale.__name__: scale for scale in (smoke, cpu, gpu, paper)}
 
 
 def find_scale(name: str) -> Scale:

@@ -265,11 +265,12 @@ def beside_chance(results: Results) -> dict[str, Any]:
     """
     from scipy.stats import binomtest
 
+    asked = results.scores[-1]["asked"]
     found = [
         (line["run"], task, binomtest(round(scores["acc"] * n), n, CHANCE[task], "greater").pvalue)
         for line in results.scores
         for task, scores in line["tasks"].items()
-        if task in CHANCE and (n := line["questions"].get(task))
+        if line["asked"] == asked and task in CHANCE and (n := line["questions"].get(task))
     ]
     rejected = zip(found, holm([p for _, _, p in found]), strict=True)
     return {

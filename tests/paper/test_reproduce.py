@@ -23,6 +23,7 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet_paper import record, reproduce
+from sparse_bitnet_paper.claims import average_accuracies
 from sparse_bitnet_paper.record import thinned
 from sparse_bitnet_paper.report import markdown_report, write_report
 from sparse_bitnet_paper.results import CURVE_POINTS, DETAILS, Results
@@ -254,6 +255,31 @@ def test_thinned_curves_keep_ends_means_and_validations(steps):
     assert [row for row in curve if "validation_loss" in row] == [validation]
 
 
+def test_table1_scores_the_trained_models_once(make_set, monkeypatch, capsys):
+    calls, trained = [], []
+
+    def evaluate_tasks(folder, tasks, **options):
+        calls.append((tasks, options["limit"]))
+        return {"results": {"piqa": {"acc,none": 0.5}}, "n-samples": {"piqa": {"effective": 9}}}
+
+    monkeypatch.setattr(reproduce, "evaluate_tasks", evaluate_tasks)
+    monkeypatch.setattr(cli, "train_set", lambda scale, names, **options: trained.append(names))
+    results = make_set(seeds=2, names=("table2",))
+    for seeds in (1, 1, 2):
+        options = ["--tasks", "piqa", "--limit", "9", "--seeds", f"{seeds}"]
+        cli.reproduce(["table1", "--out", str(results.path), *options])
+    printed = re.findall(r"(\d+) models scored", capsys.readouterr().out)
+    assert printed == ["12", "0", "12"]
+    assert trained == 3 * [["table2"]]
+    assert calls == 24 * [(["piqa"], 9)]
+    assert "reproduce all table1 --scale cpu" in markdown_report([results])[0]
+    cli.reproduce(["table1", "--out", str(results.path), "--tasks", "copa"])
+    assert len(average_accuracies(results)) == 12  # of the newest tasks alone
+    for option in (["--tasks", "piqa"], ["--include-path", "sets"], ["--limit", "9"]):
+        with pytest.raises(UserError, match=f"{option[0]} .*it is an option of table1"):
+            cli.reproduce(["table2", "--out", str(results.path), *option])
+
+
 def test_the_report_is_made_of_the_result_files_alone(smoke, tmp_path, monkeypatch):
     monkeypatch.chdir(smoke.parent)
     document, page = tmp_path / "docs" / "experiments.md", tmp_path / "report.html"
@@ -380,3 +406,23 @@ def test_a_dry_run_trains_nothing_and_says_what_is_done(smoke, tmp_path, monkeyp
     assert line.split()[1:3] == ["4", "2"]
     assert float(line.split()[-1]) == pytest.approx(2 * 1.1)
     assert text.count("\ndone  ") == 2
+
+
+def test_the_plan_of_the_paper_s_sizes_is_in_hours_of_gpus(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = dry_run(capsys, "table2", "sweep", "--scale", "paper")
+    assert all(run.name in text for run in plan(find_scale("paper"), ["table2", "sweep"]))
+    assert "\u2026" not in text
+    hours = next(line for line in text.splitlines() if line.split()[:2] == ["all", "runs"]).split()
+    a100, h100, h200, b200 = (float(each.replace(",", "")) for each in hours[2:])
+    assert a100 > h100 == h200 > b200
+    # 6 operations a weight and token for the four models of each size and 12 more of the smallest one.
+    work = 6 * 50e9 * (16 * 494e6 + 4 * 1544e6 + 4 * 3086e6)
+    assert a100 == pytest.approx(work / (0.4 * 312e12) / 3600, rel=0.15)
+    for scale in ("paper", "gpu"):
+        assert "H200" in dry_run(capsys, "--scale", scale)
+        with pytest.raises(UserError, match=r"needs GPUs; --dry-run"):
+            cli.reproduce(["table2", "--scale", scale])
+    assert not any(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sparse_bitnet.cli.arguments import Positional, command, parse
-from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet_paper.runs import EXPERIMENTS, plan
@@ -59,10 +59,10 @@ class ReproduceConfig(DenseLayersOption):
 
     experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
     """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
-    quantizer, activation and schedule)."""
+    quantizer, activation and schedule) and table1 (after table2), which scores its models on tasks."""
 
     scale: str = "cpu"
-    """smoke (seconds) or cpu (1 to 2.5 hours on 2 cores)."""
+    """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
 
     out: Path | None = None
     """Folder of the results, new or continued; default runs/SCALE."""
@@ -74,13 +74,22 @@ class ReproduceConfig(DenseLayersOption):
     """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
 
     workers: int | None = None
-    """Runs trained at once; default: one for each core."""
+    """Runs trained at once; default: one for each core, four on a GPU."""
 
     threads: int | None = None
     """CPU threads of each run; default: the scale's own."""
 
     budget_minutes: float | None = None
     """Start only runs that would end within this many minutes."""
+
+    tasks: str = "paper"
+    """lm-eval tasks of table1, joined by commas; `paper`: the paper's five zero-shot tasks."""
+
+    include_path: Path | None = None
+    """Folder of data sets or task files for table1, for use without network; see `evaluate`."""
+
+    limit: int | None = None
+    """Score only this many questions of each task of table1, the first ones."""
 
     dry_run: bool = False
     """Print what would be trained, and train nothing."""
@@ -95,13 +104,18 @@ def reproduce(options: ReproduceConfig) -> None:
     """
     from rich.console import Console
 
-    check_least(options, workers=1, budget_minutes=0)
+    check_least(options, workers=1, budget_minutes=0, limit=1)
     scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
     if options.threads is not None:
         recipe = dataclasses.replace(scale.recipe, threads=options.threads)
         scale = dataclasses.replace(scale, recipe=recipe)
     names = options.experiments
     chosen = [each for name in names for each in (EXPERIMENTS if name == "all" else (name,))]
+    scores = "table1" in chosen
+    if scores:
+        chosen = [*(name for name in chosen if name != "table1"), "table2"]
+    else:
+        refuse_unused(options, ("tasks", "include_path", "limit"), "it is an option of table1")
     chosen, out = list(dict.fromkeys(chosen)), options.out or Path("runs") / scale.name
     if options.dry_run:
         _dry_run(scale, chosen, out, options, Console())
@@ -110,15 +124,30 @@ def reproduce(options: ReproduceConfig) -> None:
         name: getattr(options, name) for name in ("seeds", "data", "workers", "budget_minutes")
     }
     train_set(scale, chosen, out=out, console=Console(), **given)
+    if scores:
+        from sparse_bitnet_paper.reproduce import score
+
+        count = score(
+            scale,
+            out,
+            options.tasks.split(","),
+            include_path=options.include_path,
+            limit=options.limit,
+            seeds=options.seeds or 1,
+        )
+        print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
 
 
 def train_set(
     scale: Scale, experiments: Sequence[str], *, out: Path, console: "Console", **options: Any
 ) -> None:
     """Train and report in one line how it ended; `options` are those of `reproduce`."""
+    from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
     from sparse_bitnet_paper.reproduce import reproduce
 
+    if scale.needs_gpu and resolve_device("auto").type == "cpu":
+        raise UserError(f"scale {scale.name} needs GPUs; --dry-run prints how many hours of which")
     try:
         outcome = reproduce(scale, experiments, out, console=console, **options)
     except Interrupted as stop:
@@ -140,7 +169,8 @@ def _dry_run(
     """Print which runs there are, which are done in `out`, and how long the others take."""
     from sparse_bitnet.presets import PRESETS
     from sparse_bitnet.progress import duration
-    from sparse_bitnet_paper.record import seconds, trained_weights
+    from sparse_bitnet.training.device import resolve_device
+    from sparse_bitnet_paper.record import GPU_FLOPS, UTILISATION, flops, seconds, trained_weights
     from sparse_bitnet_paper.reproduce import default_workers
     from sparse_bitnet_paper.results import Results
     from sparse_bitnet_paper.tables import table
@@ -148,26 +178,38 @@ def _dry_run(
     rows, runs = Results(out).rows, plan(scale, experiments, options.seeds)
     done = {run.name for run in runs} & set(rows.name)
     print(f"{out}: {len(done)} of {len(runs)} runs are done")
-    workers, vocab = options.workers or default_workers(scale), scale.text.get("vocab_size")
-    lines, left = [], 0.0
+    elsewhere = scale.needs_gpu and resolve_device("auto").type == "cpu"
+    workers = options.workers or default_workers(scale)
+    vocab, lines, left, work = scale.text.get("vocab_size"), [], 0.0, dict[str, float]()
     for model in dict.fromkeys(run.config.model for run in runs):
         own = [run for run in runs if run.config.model == model]
         config, count = own[0].config, sum(run.name not in done for run in own)
         tokens = config.steps * config.tokens_per_step
-        minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
-        left += 60 * minutes
-        lines.append(
-            {
-                "model": model,
-                "runs": f"{len(own)}",
-                "done": f"{len(own) - count}",
-                "tokens": f"{tokens:.3g}",
-                "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
-                "minutes": f"{minutes:.1f}",
-            }
-        )
+        line = {
+            "model": model,
+            "runs": f"{len(own)}",
+            "done": f"{len(own) - count}",
+            "tokens": f"{tokens:.3g}",
+            "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
+        }
+        if elsewhere:
+            work[model] = count * flops(model, tokens, vocab)
+        else:
+            minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
+            left += 60 * minutes
+            line["minutes"] = f"{minutes:.1f}"
+        lines.append(line)
     table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
     note = f"About {duration(left)} left on this machine, {workers} runs at once."
+    if elsewhere:
+        work["all runs"] = sum(work.values())
+        per_hour = {f"{gpu} h": 3600 * UTILISATION * rate for gpu, rate in GPU_FLOPS.items()}
+        hours = (
+            {"model": model} | {gpu: f"{operations / rate:,.2f}" for gpu, rate in per_hour.items()}
+            for model, operations in work.items()
+        )
+        table(hours).print(console, "Hours of the remaining runs on one GPU")
+        note = f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate."
     console.print(note, style="dim", highlight=False)
     for run in runs:
         mark = "done" if run.name in done else "    "
