@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any stored model, opened: its config, its layers, and its tensors one at a time.
 
-Nothing but headers is read until a tensor is asked for, so that packing and exporting a model of any
-size need the memory of its largest tensor.
+Only headers are read until a tensor is requested, so packing or exporting a model needs only the memory
+of its largest tensor.
 """
 
 import math
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TRAINED_CONTEXT = "trained_context_length"
-"""Key of a packed folder's config.json; other readers ignore it."""
+"""Key of a packed folder's config.json with the training sequence length; other readers ignore it."""
 
 _PIECE_VALUES = 1 << 24
-"""Values of an embedding read at a time."""
+"""Number of matrix values to read at a time."""
 
 
 @dataclass(kw_only=True, eq=False)
 class StoredModel:
-    """A stored model of which config.json alone has been read."""
+    """A stored model whose tensors are not open yet; only its config.json has been read."""
 
     name: str
     """The folder, or the hub id that was given."""
@@ -43,10 +43,10 @@ class StoredModel:
     """The transformers folder (of a run: its `final`, or its latest checkpoint), or the GGUF file."""
 
     kind: str
-    """"trained" (of ours, with masters), "packed", "dense", "foreign" (of other tools) or "unknown"."""
+    """One of "trained" (ours, with masters), "packed", "dense", "foreign" (another tool's), "unknown"."""
 
     reader: str
-    """The subclass of `Checkpoint` that opens its tensors, as MODULE.CLASS; empty where none does."""
+    """The subclass of `Checkpoint` that opens its tensors, as MODULE.CLASS; empty if there is none."""
 
     config: dict[str, Any]
     """The whole config.json."""
@@ -62,7 +62,7 @@ class StoredModel:
 
     @property
     def title(self) -> str:
-        """Its name in what is made of it: that of the folder, or of the run."""
+        """Name for files made from the model: the folder's, or the run's if the folder is `final`."""
         return (self.folder.parent if self.folder.name == "final" else self.folder).name
 
     @property
@@ -71,7 +71,7 @@ class StoredModel:
         return trained_context_length(str(self.folder))
 
     def load(self, **kwargs: Any) -> "PreTrainedModel":
-        """The model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
+        """Return the model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
         from sparse_bitnet.checkpoint.load import from_pretrained, load_with
 
         if self.weights is not None:
@@ -83,25 +83,25 @@ class StoredModel:
         return from_pretrained(self.folder, **kwargs)
 
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """Its tokenizer, as `load_tokenizer` reads it. Raises `UserError` where there is none."""
+        """Return the tokenizer that `load_tokenizer` reads. Raises `UserError` if there is none."""
         from sparse_bitnet.checkpoint.load import load_tokenizer
 
         return load_tokenizer(self.folder)
 
 
 class Checkpoint(StoredModel):
-    """A stored model, opened. A subclass for each kind reads its tensors, one at a time.
+    """An opened stored model. Each kind has a subclass, which reads tensors one at a time.
 
     Attributes:
-        format: of the layers; of other tools' as far as their config says.
+        format: training format of the sparse layers; for another tool's, as far as its config states it.
         layers: sparse layers, full name -> (out_features, in_features), in the order of the model.
         others: shape of every tensor that is not a sparse layer's: embeddings, norms, biases, dense
             linears.
-        dtypes: their types by the file's names, such as "BF16".
-        tool: the format of a foreign one.
+        dtypes: dtype of each tensor in `others`, by the file's name for it, such as "BF16".
+        tool: name of a foreign checkpoint's format, else empty.
         has_masters: whether `master` returns weights.
-        has_one_scale: whether each matrix has one scale; else what `ternary` returns shows how many.
-        file, metadata: those of a packed one.
+        has_one_scale: whether every matrix is known to have one scale; else `ternary` shows how many.
+        file, metadata: tensor file and metadata of a packed checkpoint, else None.
     """
 
     def __init__(
@@ -123,29 +123,29 @@ class Checkpoint(StoredModel):
         self.metadata: PackedMetadata | None = None
 
     def stored_values(self, name: str, part: slice = slice(None)) -> Any:
-        """What `read` returns, unchecked."""
+        """Return the values that `read` returns, without checking that they are finite."""
         raise NotImplementedError
 
     def master(self, layer: str) -> "Tensor":
-        """A sparse layer's trained weight. Only where `has_masters`."""
+        """Return a sparse layer's trained weight. Available only if `has_masters`."""
         raise NotImplementedError
 
     def ternary(self, layer: str) -> TernaryWeight:
-        """Codes and scale of a sparse layer. Not for full-precision formats."""
+        """Return the codes and scales of a sparse layer. Not available for full-precision formats."""
         raise NotImplementedError
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
-        """Rows of an embedding or head, where they are ternary as the layers are; None where not."""
+        """Return rows of an embedding or head if they are ternary, else None."""
         return None
 
     def write_tokenizer(self, folder: Path) -> bool:
-        """Write tokenizer, chat template and end tokens into a folder; False where they are files of
-        `self.folder`, to be copied."""
+        """Write tokenizer, chat template and end tokens into a folder. Return False without writing if
+        they are files of `self.folder`, which the caller copies."""
         return False
 
     def read(self, name: str, part: slice = slice(None)) -> Any:
-        """One of `others`, as its own reader would use it, or a slice of its rows: torch's tensor, of a
-        GGUF file an array. Raises `UserError`, naming it, for values that are not finite."""
+        """Return a tensor of `others`, or a slice of its rows, as its own reader uses it: a torch tensor,
+        or an array for a GGUF file. Raises `UserError`, naming the tensor, if a value is not finite."""
         return finite(self.stored_values(name, part), name, self.folder)
 
     @cached_property
@@ -155,20 +155,20 @@ class Checkpoint(StoredModel):
 
     @cached_property
     def dense_linears(self) -> list[str]:
-        """Linear layers that stay as they are: the output head, and whatever was not converted."""
+        """Names of the linear layers that stay dense: the output head and all that were not converted."""
         return [name for name in linear_shapes(self.model()) if name not in self.layers]
 
     @cached_property
     def embeddings(self) -> list[str]:
-        """Tensors of the embedding and, where it is not tied to it, of the output head."""
+        """Names of the embedding's tensor and, unless it is tied, of the output head's."""
         return [name for name in embedding_weights(self.model()) if name in self.others]
 
     def pieces(self, name: str) -> Iterator[Any]:
-        """A matrix of `others` as consecutive rows, at most 64 MB of float32 at a time."""
+        """Iterate over a matrix of `others` as blocks of rows, at most 64 MB of float32 each."""
         return (self.read(name, part) for part in self._parts(name))
 
     def ternary_pieces(self, name: str) -> Iterator[TernaryWeight | None]:
-        """The same of one that is ternary; None for rows that are not."""
+        """Iterate over a ternary matrix as `pieces` does; None for rows that are not ternary."""
         return (self.ternary_rows(name, part) for part in self._parts(name))
 
     def _parts(self, name: str) -> Iterator[slice]:
@@ -177,7 +177,7 @@ class Checkpoint(StoredModel):
         return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
     def effective(self, layer: str) -> "Tensor":
-        """The float32 weight a sparse layer multiplies with."""
+        """Return the float32 weight that a sparse layer multiplies by."""
         return self.ternary(layer).values()
 
 
@@ -197,7 +197,7 @@ def trained_context_length(checkpoint: str) -> int | None:
 
 
 def finite(values: Any, name: str, where: Path) -> Any:
-    """The values of a tensor. Raises `UserError`, naming it, for any that are not finite."""
+    """Return a tensor's values. Raises `UserError`, naming the tensor, if any value is not finite."""
     if not math.isfinite(abs(values).max()):
         raise UserError(f"{where}: tensor {name} has values that are not finite")
     return values
@@ -209,11 +209,11 @@ def check_tensors(
     dtypes: Mapping[str, str],
     where: object,
 ) -> None:
-    """Raise `UserError`, naming the tensor, unless a file holds those of a model and no other.
+    """Raise `UserError`, naming the tensor, unless a file holds exactly the tensors of a model.
 
     Args:
-        wanted: the model's tensors by name, without values; any type of floats suits one of floats.
-        shapes, dtypes: what the file holds.
+        wanted: the model's tensors by name; their values are not read, and float dtypes may differ.
+        shapes, dtypes: those of the file's tensors.
         where: folder or file, for messages.
     """
     for name in sorted(wanted.keys() ^ shapes.keys()):
@@ -232,18 +232,18 @@ def check_tensors(
 
 
 def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:
-    """Warn of a layer that is read and has no weight but zeros."""
+    """Warn if the weights of a layer are all zero."""
     if not ternary.codes.any():
         warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
 
 
 def exported_format(remembered: object) -> SparseBitConfig:
-    """Of another tool's checkpoint: ternary, and dense unless it is an export of ours, which remembers
-    the format of its training."""
+    """Return the format of another tool's checkpoint: ternary, with a dense pattern unless it is an
+    export of ours, which records its pattern."""
     pattern = NMPattern(8, 8)
     if isinstance(remembered, str):
-        # Ablations, which may not be registered here, change how masters give codes: those of an import
-        # are plain.
+        # Only the pattern is kept: ablations, which may not be registered here, change how masters give
+        # codes, and the masters of an import are plain.
         pattern = SparseBitConfig.parse(remembered.partition(",")[0]).pattern
     return SparseBitConfig(pattern=pattern)
 
@@ -267,6 +267,6 @@ def linear_shapes(model: "nn.Module") -> dict[str, tuple[int, int]]:
 
 
 def stored_tensors(model: Any) -> "dict[str, Tensor]":
-    """What a file of a transformers model holds, by name: its state without the second of tied names."""
+    """Return the tensors in a transformers model's file, by name: its state without tied duplicates."""
     state = model.state_dict()
     return {name: state[name] for name in state if name not in model.all_tied_weights_keys}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config.json, of any release of transformers, says of heads, windows and ropes. Free of torch."""
+"""Reader of heads, windows and ropes in a config.json of any transformers release. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,58 +12,58 @@ from sparse_bitnet.errors import UserError
 
 GEMMA3, HUNYUAN = "gemma3_text", "hunyuan_v1_dense"
 WINDOWED, FULL = "sliding_attention", "full_attention"
-"""Entries of `layer_types`, and of Gemma's `rope_parameters`."""
+"""Values in `layer_types`, and keys of Gemma's `rope_parameters`."""
 
 _WINDOW_FAMILIES = ("qwen2", "qwen3", "mistral", GEMMA3)
-"""transformers' other families have no window, whatever their config says."""
+"""Model types with attention windows; transformers ignores the window settings of all others."""
 
 _BASES = {"bitnet": 500_000.0, GEMMA3: 1_000_000.0}
-"""Base of the rope where a config does not say, of families of which it is not 10,000."""
+"""Default rope base of the model types whose default is not 10,000."""
 
 MOST_POSITIONS = 1 << 24
-"""As csrc/bindings_decoder.cpp takes them."""
+"""Largest number of positions that csrc/bindings_decoder.cpp accepts."""
 
 _MOST_LAYERS = 1 << 16
-"""Of models with windows, whose layers are counted out before their weights are looked at."""
+"""Largest number of layers of a model with windows; its layers are listed before weights are read."""
 
 _EVERY = 6
-"""Of Gemma's layers the sixth, twelfth and so on see everything, unless a config says otherwise."""
+"""Gemma's default period of layers without a window: the sixth, the twelfth and so on."""
 
 _WINDOW = 4096
-"""Where a config does not say."""
+"""Default window size, in tokens."""
 
 _UNWINDOWED = 28
-"""Of Qwen's layers those below the first with a window, if a config does not say."""
+"""Default number of Qwen's first layers that have no window (`max_window_layers`)."""
 
 _ROTATION = re.compile(r"hadamard|rotat|quarot|spinquant|(^|_)had(_|$)", re.IGNORECASE)
-"""In names of settings and files with which tools declare that weights are multiplied by a rotation."""
+"""Pattern of setting and file names by which tools declare that weights are multiplied by a rotation."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Fields:
-    """Numbers of a config.json, checked. Raises `UserError`, beginning with `where`, for what is none."""
+    """Checked numbers of a config.json. Raises `UserError`, beginning with `where`, for invalid ones."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values, self._where = values, where
 
     def __getitem__(self, name: str) -> float:
-        """A number that is positive, and finite in float32."""
+        """Return a number that is positive, and finite in float32."""
         value = self._values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST:
             return float(value)
         raise UserError(f"{self._where}{name} is {shown(value)}, not a positive number")
 
     def optional(self, name: str, default: float) -> float:
-        """The same of one that may be missing."""
+        """Return a number as `self[name]` does, or `default` if the field is missing."""
         return default if self._values.get(name) is None else self[name]
 
     def is_set(self, name: str, default: bool = False) -> bool:
-        """Whether a field is there and neither false nor zero."""
+        """Whether a field, or `default` if it is missing, is neither false nor zero."""
         return bool(self._values.get(name, default))
 
     def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
-        """A whole number from 1 to `most`."""
+        """Return a whole number from 1 to `most`; `default` replaces a missing field."""
         value = self._values.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
@@ -74,18 +74,18 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """As a message quotes what a file says, which may be of any length."""
+    """Return the `repr` of a value from a file, cut to 40 characters for messages."""
     return repr(value)[:40]
 
 
 def head_size(config: dict[str, Any]) -> Any:
-    """`head_dim`, or what transformers takes in its stead; not checked."""
+    """Return `head_dim`, or transformers' default if it is not set. The value is not checked."""
     shared = config["hidden_size"] // config["num_attention_heads"]
     return config.get("head_dim") or {"qwen3": 128, GEMMA3: 256}.get(config["model_type"], shared)
 
 
 def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
-    """Whether each layer has a window."""
+    """Return for each layer whether it has a window: all but every `every`-th one do."""
     return [bool((layer + 1) % every) for layer in range(min(layers, _MOST_LAYERS))]
 
 
@@ -106,8 +106,8 @@ def check_fields(
     where: str,
     only: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raise `UserError`, beginning with `where`, for a field that is set and not one of `read`, and for
-    one of `only` that has another value."""
+    """Raise `UserError`, beginning with `where`, for a field that is set but not in `read`, and for a
+    field in `only` that has another value."""
     for key, value in table.items():
         is_off = not (any(value) if isinstance(value, list) else value)
         if key not in read and not (value == only[key] if key in only else is_off):
@@ -116,22 +116,22 @@ def check_fields(
 
 
 def of_all_layers(value: Any, layers: object) -> Any:
-    """The number that a list has for each of the layers; anything else as it is."""
+    """Return the number that a list repeats for every layer; return any other value unchanged."""
     is_list = isinstance(value, list) and len(value) == layers and value == value[:1] * len(value)
     return value[0] if is_list and type(value[0]) in (int, float) else value
 
 
 def unread_setting(config: dict[str, Any]) -> str | None:
-    """The name of a setting with which transformers computes and nothing here does; None without one."""
+    """Return the name of a setting that transformers applies and this package does not, or None."""
     if not config.get("is_causal", True):
         return "is_causal"
     return next((name for name in ("per_layer_config", "text_config") if config.get(name)), None)
 
 
 def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
-    """Of each layer: tokens that a token sees, itself included, or 0 for all; empty: all in all.
+    """Return each layer's window in tokens, itself included; 0 means all tokens. Empty: no layer has one.
 
-    Raises `UserError`, beginning with `where`, for settings that make none or contradict each other.
+    Raises `UserError`, beginning with `where`, for settings that are invalid or contradict each other.
     """
     fields = Fields(config, f"{where}: ")
     model_type, types = config["model_type"], config.get("layer_types")
@@ -166,21 +166,21 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
 
 
 def rope_of(config: dict[str, Any], where: str, *, local: bool = False) -> dict[str, Any]:
-    """The parameters of the rope, `rope_type` and `rope_theta` among them, which may be None.
+    """Return the rope parameters, among them `rope_type` and `rope_theta`; values may be None.
 
-    They are those that transformers applies, which reads up to three places: `rope_scaling` takes the
-    place of `rope_parameters`, and what the table lacks comes from the fields beside it.
+    They match transformers, which reads up to three places: `rope_scaling` replaces `rope_parameters`,
+    and the fields beside the table supply what it lacks.
 
     Args:
-        local: of layers with a window, of which Gemma's have another one.
+        local: return those of layers with a window; Gemma's have a rope of their own.
 
-    Raises `UserError`, beginning with `where`, for what is no table.
+    Raises `UserError`, beginning with `where`, if the parameters are not a table.
     """
     model_type = config.get("model_type")
     tables, scaling = (config.get(f"rope_{name}") or {} for name in ("parameters", "scaling"))
     fields, base, default = scaling or tables, "rope_theta", _BASES.get(str(model_type), 10_000.0)
     if model_type == GEMMA3 and isinstance(tables, dict) and (not tables or FULL in tables):
-        # A table for each kind of layer; a scaling is added to that of the layers without a window.
+        # Gemma has a table per kind of layer; `rope_scaling` is added to that of unwindowed layers.
         fields = tables.get(WINDOWED if local else FULL) or {"rope_type": "default"}
         if local:
             base, default = "rope_local_base_freq", 10_000.0
@@ -200,7 +200,7 @@ def rope_of(config: dict[str, Any], where: str, *, local: bool = False) -> dict[
         if model_type != GEMMA3 and context in config:
             rope[context] = config[context]
     if model_type == HUNYUAN and kind == "dynamic" and rope.get("alpha"):
-        # It stretches the base whatever the length is: dynamic by name alone.
+        # HunYuan stretches the base at every length: its rope is dynamic in name only.
         numbers, head = Fields(rope, f"{where}: rope parameter "), head_size(config)
         stretched = numbers["rope_theta"] * numbers["alpha"] ** (head / max(1, head - 2))
         return {"rope_theta": float(str(np.float32(stretched))), "rope_type": "default"}

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _COMPUTED = ".rotary_emb.inv_freq"
-"""End of the names of what old folders hold that follows from the config."""
+"""Name ending of tensors in old folders that follow from the config."""
 
 _LOOKED_AT = 64
-"""Rows of a matrix that tell whether it is ternary."""
+"""Number of rows of a matrix that decide whether it is ternary."""
 
 
 class ForeignFolder(Checkpoint):
@@ -114,8 +114,8 @@ class ForeignFolder(Checkpoint):
         return finite(self.files.read(f"{layer}.weight"), f"{layer}.weight", self.folder)
 
     def codes_of(self, layer: str, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:
-        """The stored codes of a layer. Raises `UserError` for another type, None standing for floats, or
-        another shape."""
+        """Return the stored codes of a layer. Raises `UserError` for another shape or another dtype; None
+        stands for any float dtype."""
         stored = self.files.read(f"{layer}.{self.codes_name}")
         is_kind = stored.is_floating_point() if dtype is None else stored.dtype == dtype
         if is_kind and tuple(stored.shape) == shape:
@@ -126,14 +126,14 @@ class ForeignFolder(Checkpoint):
         )
 
     def scale_of(self, layer: str) -> Tensor:
-        """The stored scale of a layer, float32."""
+        """Return the stored scale of a layer, float32."""
         return self.files.read(f"{layer}.weight_scale").float()
 
 
 def _scaled(
     linears: dict[str, tuple[int, int]], files: WeightFiles, *, per_row: bool
 ) -> dict[str, tuple[int, int]]:
-    """Those with a scale in the files. Raises `UserError` for more scales than one, or than one a row."""
+    """Return the layers with a scale in the files. Raises `UserError` for scales of other shapes."""
     layers = {name: shape for name, shape in linears.items() if f"{name}.weight_scale" in files}
     for name, (rows, _) in layers.items():
         shape, dtype = (each[f"{name}.weight_scale"] for each in (files.shapes, files.dtypes))
@@ -147,8 +147,8 @@ def _scaled(
 
 
 def _ternary_weight(codes: Tensor, scale: Tensor, layer: str) -> TernaryWeight:
-    """int8 codes [rows, columns] with one scale, or with one a row. Raises `UserError` for other codes
-    than -1, 0 and 1, and for scales that are not positive numbers."""
+    """Return int8 codes [rows, columns] with one scale, or with one a row. Raises `UserError` for codes
+    other than -1, 0 and 1, and for scales that are not positive numbers."""
     low, high = codes.aminmax()
     if low < -1 or high > 1:
         raise UserError(f"layer {layer} is not ternary: it has codes from {low} to {high}")
@@ -168,7 +168,7 @@ _IS_LINEAR_NORM = re.compile(r".*_proj\.(rms_)?norm\.weight").fullmatch
 
 
 def has_linear_norms(files: WeightFiles | None) -> bool:
-    """Whether the layers of a folder of other tools have norms of their own (BitNet-embedding)."""
+    """Whether a folder has norms of the inputs of linear layers (BitNet-embedding)."""
     return files is not None and any(map(_IS_LINEAR_NORM, files.shapes))
 
 
@@ -237,12 +237,12 @@ class BitnetFolder(ForeignFolder):
 
 
 def _is_kept(name: str, kept: list[Any]) -> bool:
-    """Whether transformers would leave a module alone: a start or an end of its name."""
+    """Whether transformers leaves a module unconverted: `kept` has a start or an end of its name."""
     return any(f"{name}.".startswith(f"{key}.") or name.endswith(str(key)) for key in kept)
 
 
 def _add_linear_norms(stored: StoredModel) -> None:
-    """Give the model the norms that each of its linears has of its input."""
+    """Give each linear layer of the model, except the head, a norm of its input."""
     values = {"rms_norm_eps": stored.config.get("rms_norm_eps")} | stored.entry
     epsilon = Fields(values, f"{stored.folder}/config.json: ").optional("rms_norm_eps", 1e-6)
     plain = stored.model
@@ -266,11 +266,11 @@ _READ_OF_GROUP = ("targets", "format", "weights", "input_activations")
 _SETTINGS = {"type": "int", "symmetric": True, "dynamic": False}
 _TOKENS_OF_8_BITS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 _OF_TRAINING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-"""Fields that say nothing of what is stored."""
+"""Fields that do not affect what is stored."""
 
 
 class CompressedTensors(ForeignFolder):
-    """compressed-tensors: two- or eight-bit weights that hold ternary codes, scales of rows."""
+    """A compressed-tensors folder: ternary codes in two- or eight-bit weights, with scales of rows."""
 
     def __init__(self, stored: StoredModel) -> None:
         """Raises `UserError` also for settings that have no counterpart here."""
@@ -321,19 +321,19 @@ def _check_settings(entry: dict[str, Any], where: str) -> None:
 
 
 def _table(value: Any) -> dict[str, Any]:
-    """What a config has where it should have a table; an empty one for anything else."""
+    """Return `value` if it is a table, else an empty table."""
     return value if isinstance(value, dict) else {}
 
 
 _MLX_ENTRY = "quantization"
-"""Key of config.json under which MLX describes its own."""
+"""Key of config.json under which MLX describes its quantisation."""
 _MLX_MODE = {"mode": "affine"}
 
 
 def ternary_reader(config: dict[str, Any], files: WeightFiles | None) -> str | None:
-    """The class that opens a folder without quantization_config; None where it is not ternary.
+    """Return the class that opens a folder without quantization_config, or None if it is not ternary.
 
-    Of floats the first rows of the first matrix of a block tell. MLX's entry is removed from `config`.
+    For floats, the first rows of the first block matrix decide. MLX's entry is removed from `config`.
     """
     entry = config.get(_MLX_ENTRY)
     if isinstance(entry, dict):
@@ -361,8 +361,8 @@ def _looks_ternary(files: WeightFiles, name: str) -> bool:
 
 
 class TernaryFloats(ForeignFolder):
-    """Floats of which each run of a row holds 0 and +s and -s (TriLM, BitCPM, dequantised Bonsai): exact,
-    or refused."""
+    """A folder of floats in which each run of a row holds only 0, +s and -s (TriLM, BitCPM, dequantised
+    Bonsai). Layers that are not exactly ternary are refused."""
 
     def __init__(self, stored: StoredModel) -> None:
         files = WeightFiles.in_folder(stored.folder)
@@ -386,8 +386,8 @@ class TernaryFloats(ForeignFolder):
 
 
 class MlxFolder(ForeignFolder):
-    """MLX's two bits a weight: words of 16 codes q; value = q * scale + bias of a group, which is ternary
-    where bias = -scale, as q - 1."""
+    """A folder of MLX's 2-bit format: words of 16 codes q, with value = q * scale + bias for each group.
+    The values are ternary, (q - 1) * scale, where bias = -scale."""
 
     def __init__(self, stored: StoredModel) -> None:
         """Raises `UserError` also for words, scales and biases that do not belong together."""
@@ -440,6 +440,6 @@ class MlxFolder(ForeignFolder):
         words, scales = (self.files.read(f"{name}.{end}", part) for end in ("weight", "scales"))
         if not torch.equal(self.files.read(f"{name}.biases", part), -scales):
             raise UserError(f"layer {name} of {self.folder} is not ternary: a bias is not -scale")
-        # compressed-tensors' words stand for q - 2.
+        # `unpack_words` returns q - 2, which compressed-tensors' words stand for.
         codes = unpack_words(words.view(torch.int32), CODES_PER_WORD * words.shape[1]) + 1
         return codes, scales

@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
-"""Ends of tensors that multiply a whole matrix, beside it."""
+"""Name endings of scale tensors, each of which multiplies the whole matrix beside it."""
 _LAYERS_TOLD_BY, _SURE = 4, 64
-"""Layers that tell the order of I2_S's codes, and the sum of n r^2 from which they do: it is 4 for
-unrelated numbers, and above 64 once in 10^12 cases."""
+"""Number of layers that decide the order of I2_S's codes, and the sum of n r^2 that is decisive: it is
+about 4 for unrelated numbers, and above 64 once in 10^12 cases."""
 _LOOKED_AT = 64
-"""Rows of a float matrix that tell whether it is ternary."""
+"""Number of rows of a float matrix that decide whether it is ternary."""
 
 
 def find_gguf(path: Path) -> StoredModel:
-    """The model of a GGUF file, of which the header has been read.
+    """Return the model of a GGUF file after reading its header.
 
     Raises `UserError` for a damaged file and for an architecture or a tensor that is not covered.
     """
@@ -68,7 +68,7 @@ def find_gguf(path: Path) -> StoredModel:
 
 
 class _GgufModel:
-    """What a file says of its model, under the names that transformers gives its tensors."""
+    """The model in a GGUF file: its config, and its tensors under transformers' names."""
 
     def __init__(self, path: Path) -> None:
         self.gguf = GgufFile(path)
@@ -77,7 +77,7 @@ class _GgufModel:
         self.config = ConfigReader(self.gguf, self.architecture).config()
 
     def checked(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the model. Raises `UserError` unless the file has exactly these."""
+        """Return the model's tensor shapes by name. Raises `UserError` if the file has other tensors."""
         wanted: dict[str, tuple[int, ...]] = {}
         for name, shape in self._wanted():
             if name not in self.names:
@@ -99,7 +99,7 @@ class _GgufModel:
         return wanted
 
     def linears(self) -> list[str]:
-        """The file's names of the matrices of its blocks."""
+        """Return the file's names of the matrices in its blocks."""
         return [
             stored
             for name, stored in self.names.items()
@@ -107,20 +107,20 @@ class _GgufModel:
         ]
 
     def is_ternary(self, stored: str) -> bool:
-        """Whether a matrix is, as far as its type and its first rows tell."""
+        """Whether a matrix is ternary, judging by its type and its first rows."""
         if self.gguf.block_type(stored) is not None or self.gguf.is_quantised(stored):
             return not self.gguf.is_quantised(stored)
         first = self.gguf.floats(stored, slice(0, _LOOKED_AT))
         return ternary_of_floats(first, stored) is not None
 
     def all_weights(self) -> "dict[str, Tensor]":
-        """All tensors in float32, by transformers' names. Raises `UserError` as `checked`."""
+        """Return all tensors in float32, by transformers' names. Raises `UserError` as `checked` does."""
         import torch
 
         return {name: torch.from_numpy(self.values(name)) for name in self.checked()}
 
     def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of a model of this config, in transformers' order."""
+        """Yield names and shapes of the tensors of a model with this config, in transformers' order."""
         config, heads = self.config, self.config["num_attention_heads"]
         head = config.get("head_dim", config["hidden_size"] // heads)
         sizes = {
@@ -147,7 +147,7 @@ class _GgufModel:
             yield f"{_TABLES[1]}.weight", table
 
     def values(self, name: str, part: slice = slice(None)) -> np.ndarray:
-        """A tensor, or some of its rows, float32."""
+        """Return a tensor, or some of its rows, in float32."""
         stored = self.names[name]
         if self._turned(name):
             return self._in_halves(name, self._floats(stored))[part]
@@ -180,7 +180,7 @@ class _GgufModel:
         return names
 
     def _factor(self, stored: str) -> np.float32:
-        """What multiplies a matrix beside its own scales."""
+        """Return the factor of a whole matrix, from the scale tensor beside it; 1 without one."""
         base = stored.removesuffix("weight")
         found = [base + end for end in _SCALES if base + end in self.gguf.tensors]
         factors = [self.gguf.floats(name) for name in found] or [np.ones(1, np.float32)]
@@ -196,14 +196,14 @@ class _GgufModel:
         return self.architecture.rotates_neighbours and is_rotated
 
     def _in_halves(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Rows of q or k from neighbours to halves of a head."""
+        """Reorder rows of q or k: rotated pairs move from neighbours to the two halves of a head."""
         heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
         by_head = values.reshape(self.config[heads], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(values.shape)
 
 
 class GgufCheckpoint(_GgufModel, Checkpoint):
-    """A file with ternary weights. Names follow from its tables: no model is built for them."""
+    """A GGUF file with ternary weights. Names come from its tables, so no model is built for them."""
 
     def __init__(self, stored: StoredModel) -> None:
         """Raises `UserError` for a tensor or a type that is not covered, and where none is ternary."""
@@ -216,7 +216,7 @@ class GgufCheckpoint(_GgufModel, Checkpoint):
         scales = metadata.get(WEIGHT_SCALES)
         scales = scales if isinstance(scales, list) and len(scales) == len(layers) else []
         self.scales: dict[str, np.float32] = {}
-        """Of layers of which an export of ours remembers them."""
+        """Layer -> exact float32 scale, if the file is an export of ours that records it."""
         if scales and all(type(each) is float for each in scales):
             self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
         if FORMAT not in metadata:
@@ -255,7 +255,7 @@ class GgufCheckpoint(_GgufModel, Checkpoint):
         found = self._stored_ternary(layer)
         if found.weight_scale.ndim == 0 and layer in self.scales:
             exact = self.scales[layer]
-            # Where it is another number, the file has been quantised anew since.
+            # Another number means that the file has been quantised again since the export.
             if np.float16(exact) == found.weight_scale:
                 found = found._replace(weight_scale=np.asarray(exact))
         return found
@@ -269,7 +269,7 @@ class GgufCheckpoint(_GgufModel, Checkpoint):
                 codes = self._in_halves(layer, codes)
                 scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
             found = with_fewest_scales(codes, scales, layer)
-            # The products are float32; what came as float16 is stored as it came.
+            # The products are float32; scales that float16 holds exactly are stored as float16.
             with np.errstate(over="ignore"):
                 as_half = found.weight_scale.astype(np.float16)
             if as_half.ndim and np.array_equal(as_half, found.weight_scale):
@@ -283,7 +283,7 @@ class GgufCheckpoint(_GgufModel, Checkpoint):
         return floats
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
-        """Of embedding and head; see `Checkpoint`."""
+        """Return rows of embedding or head if they are ternary, else None; see `Checkpoint`."""
         stored = self.names[name]
         if (block := self.gguf.block_type(stored)) is None:
             return ternary_of_floats(self.values(name, part), name)
@@ -310,11 +310,11 @@ class GgufCheckpoint(_GgufModel, Checkpoint):
         return layers
 
     def _settle_i2_s(self) -> None:
-        """Which order the codes of I2_S are in; warns where the weights do not tell.
+        """Decide from the weights which order the codes of I2_S are in; warn if they do not show it.
 
-        In a trained model a hidden feature with many zeros in its row of ffn_up has many (or few) in its
-        column of ffn_down: in the order in which the file was written the two correlate, four times as
-        much as in the other, which leaves a quarter of the columns in place.
+        In a trained model, the zeros in a hidden feature's row of ffn_up correlate with those in its
+        column of ffn_down. In the order in which the file was written the correlation is four times that
+        in the other order, which leaves a quarter of the columns in place.
         """
         squares, tells = np.zeros(2), False
         for layer in range(min(_LAYERS_TOLD_BY, self.config["num_hidden_layers"])):

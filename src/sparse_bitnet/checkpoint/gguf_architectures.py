@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures of GGUF files and the models that they are: one row each, read and written alike."""
+"""GGUF architectures and their transformers models: one row each, used for reading and for writing."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from sparse_bitnet.checkpoint.config_fields import GEMMA3, HUNYUAN
 
 Part = tuple[str, ...]
-"""transformers' name of a tensor in its block, then which sizes its shape has."""
+"""transformers' name of a tensor in its block, then the names of the sizes in its shape."""
 
 _ATTENTION: dict[str, Part] = {
     "attn_q": ("self_attn.q_proj", "queries", "hidden"),
@@ -39,7 +39,7 @@ _ROTATED_NORMS: dict[str, Part] = {
     "attn_k_norm": ("self_attn.key_layernorm", "head"),
 }
 _PLAIN = _ATTENTION | _FEED_FORWARD | _NORMS
-"""Blocks are in the order of transformers' models."""
+"""Tensors of a plain block, in the order of transformers' models."""
 _WITH_HEAD_NORMS = _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _NORMS
 _WITH_SUB_NORMS = (
     _ATTENTION
@@ -49,7 +49,7 @@ _WITH_SUB_NORMS = (
     | _NORMS
 )
 LINEAR_NORM = "_norm_in"
-"""End of the file's names of norms that linears have of their inputs (BitNet-embedding)."""
+"""Name ending, in the file, of the norm of a linear layer's input (BitNet-embedding)."""
 _LINEAR_NORMS = {
     f"{stored}{LINEAR_NORM}": (f"{name}.norm", columns)
     for stored, (name, _, columns) in (_ATTENTION | _FEED_FORWARD).items()
@@ -60,39 +60,39 @@ TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output"
 
 
 class GgufArchitecture(NamedTuple):
-    """One of the architectures that are read and written."""
+    """A GGUF architecture that can be read and written."""
 
     name: str
-    """The file's."""
+    """Name in the GGUF file."""
     model_type: str
-    """transformers' name."""
+    """transformers' `model_type`."""
     fields: Mapping[str, Any]
-    """Of config.json, what the metadata does not say."""
+    """Fields of config.json that the file's metadata does not contain."""
     block: Mapping[str, Part] = _PLAIN
     """Tensors of a block by the file's names."""
     rotates_neighbours: bool = False
-    """Rows of q and k are in an order in which neighbours rotate; in transformers halves of a head do."""
+    """Whether rotated pairs are neighbouring rows of q and k; in transformers, halves of a head."""
     biases: str = ""
-    """Whether q, k and v have them: "always" or "optional", then with o."""
+    """Biases of q, k and v: "always", or "optional" and then with o; empty if there are none."""
     own_head_size: bool = True
-    """Heads need not share out the hidden size."""
+    """Whether the head size may differ from the hidden size divided by the number of heads."""
     windows: bool = False
-    """Layers may see but the last tokens."""
+    """Whether layers may have attention windows."""
     linear_norms: bool = False
     norm_offset: float = 0.0
-    """What norms but those of linears have in the file on top of what they have in transformers."""
+    """Number that the file adds to transformers' weights of norms, except norms in linears."""
     note: str = ""
-    """What becomes of such a file in llama.cpp, where that is not the same."""
+    """Note for users on how llama.cpp treats such a file differently; empty if it does not."""
     in_llama_cpp: bool = True
-    """llama.cpp reads it."""
+    """Whether llama.cpp reads such a file."""
 
     def offset_of(self, name: str) -> float:
-        """`norm_offset` of transformers' tensor."""
+        """Return the offset of a tensor, by transformers' name: `norm_offset` for a norm, else 0."""
         is_norm = name.endswith("norm.weight") and not name.endswith("proj.norm.weight")
         return self.norm_offset if is_norm else 0.0
 
     def stored_name(self, name: str) -> str | None:
-        """The file's name of transformers' tensor; None for one that the architecture has not."""
+        """Return the file's name of a transformers tensor, or None if the architecture lacks it."""
         base, _, end = name.rpartition(".")
         names = {ours: stored for stored, ours in TOP.items()}
         if base.startswith("model.layers."):
@@ -149,4 +149,4 @@ ARCHITECTURES = (
     GgufArchitecture("bitnet-25", "bitnet", _RELU2, _WITH_SUB_NORMS, own_head_size=False),
     GgufArchitecture("bitnet", "bitnet", _SILU, _WITH_SUB_NORMS, own_head_size=False),
 )
-"""Of two of one name, the second is that of files with a window, or with norms in linears."""
+"""All architectures. Of two with one name, the second is for files with windows or norms in linears."""

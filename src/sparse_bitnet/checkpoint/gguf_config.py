@@ -30,8 +30,8 @@ from sparse_bitnet.errors import UserError
 
 ROPE_FACTORS = "rope_freqs.weight"
 FORMAT, WEIGHT_SCALES = "sparse_bitnet.format", "sparse_bitnet.weight_scales"
-"""Metadata of exports of ours, which other readers ignore: the training format, and of each layer the
-scale in float32, which blocks have in float16."""
+"""Metadata keys of our exports, ignored by other readers: the training format, and each layer's scale in
+float32, which blocks hold in float16."""
 
 _LAYERS = "block_count"
 _SIZES = {
@@ -41,7 +41,7 @@ _SIZES = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-"""Key of the metadata, after the architecture's name -> field of config.json; others need a rule."""
+"""Metadata key, without the architecture's name -> field of config.json; other fields need a rule."""
 _KV_HEADS, _EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -53,27 +53,27 @@ _DEFAULTS = {
     **dict.fromkeys(("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_slow"), 1),
     **{"yarn_beta_fast": 32, "yarn_log_multiplier": 0},
 }
-"""Of settings of the rope's scaling those that are read, and what others may only be."""
+"""Rope scaling settings that may only have the value given here; those in `_READ` are read."""
 _READ_ALSO = ("rope.scale_linear", "vocab_size", "pooling_type", "attention.layer_norm_epsilon")
-"""Further keys that are understood, or say nothing of a decoder of these architectures."""
+"""Further keys that are accepted: understood, or without effect on these decoders."""
 _AS_HERE = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
-"""Keys that may have one value."""
+"""Keys that may have only this value."""
 _OF_THE_FILE = tuple(
     f"{name}."
     for name in (
         *("general", "tokenizer", "quantize", "imatrix", "split", "sparse_bitnet", "mradermacher"),
     )
 )
-"""Beginnings of keys that describe a file, not what its weights mean."""
+"""Prefixes of keys that describe a file, not what its weights mean."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
 _LARGEST = 3e38
 _SHARED_SCALES = 62
-"""Layers of the one Gemma (27B) whose scores are scaled by the share of a head in the hidden size."""
+"""Layers of Gemma 27B, which alone scales scores by hidden size / heads instead of the head size."""
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """What the file names. Raises `UserError` for an architecture that is not covered."""
+    """Return the architecture that the file names. Raises `UserError` for one that is not covered."""
     name = str(file.metadata.get("general.architecture"))
     rows = [row for row in ARCHITECTURES if row.name == name]
     if not rows:
@@ -90,13 +90,13 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
 
 
 class ConfigReader:
-    """Reads the config.json of a file. Raises `UserError` for what is missing, or not covered."""
+    """Builds a config.json from a GGUF file. Raises `UserError` for what is missing or not covered."""
 
     def __init__(self, file: GgufFile, architecture: GgufArchitecture) -> None:
         self.file, self.architecture, self.name = file, architecture, architecture.name
 
     def config(self) -> dict[str, Any]:
-        """Return the whole of it."""
+        """Return the whole config.json."""
         file, architecture = self.file, self.architecture
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -199,7 +199,7 @@ class ConfigReader:
         return rope
 
     def _llama3(self, theta: float, count: int) -> dict[str, Any]:
-        """The parameters that give the factors of the frequencies in the file."""
+        """Return the llama3 rope parameters that reproduce the frequency factors in the file."""
         factors = self.file.floats(ROPE_FACTORS)
         for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
             rope = {"factor": float(factors.max()), "original_max_position_embeddings": context}
@@ -225,14 +225,14 @@ class ConfigReader:
             raise UserError(
                 f"{self.file.path}: {self.name}.{key} is {shown(value)}, not a positive number"
             )
-        # The shortest number that is the same in float32, as 1e-6 was before it was stored.
+        # The shortest number with the same float32 value, as 1e-6 was before it was stored.
         return value if isinstance(value, int) else float(str(np.float32(value)))
 
 
 def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, dict[str, Any]]:
-    """The architecture of a config.json, and its metadata by key: whole numbers, floats, strings, lists.
+    """Return the architecture of a config.json, and its metadata: key -> number, string or list.
 
-    Raises `UserError`, beginning with `where`, for what a file cannot say or llama.cpp would ignore.
+    Raises `UserError`, beginning with `where`, for settings that a file cannot hold or llama.cpp ignores.
     """
     fields = Fields(config, f"{where}: ")
     architecture = _architecture_for(config, where)
@@ -282,7 +282,7 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
 
 
 def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:
-    """float32 [head_dim / 2]: what divides the frequencies of rope type llama3; None for others."""
+    """Return the divisors of the frequencies, float32 [head_dim / 2], for rope type llama3; else None."""
     rope = rope_of(config, where)
     if rope["rope_type"] != "llama3":
         return None
@@ -347,14 +347,14 @@ def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarray:
-    """float32 [count]: what divides the frequencies of rope type llama3, of its parameters."""
+    """Return the divisors of the frequencies, float32 [count], for the parameters of rope type llama3."""
     wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
     smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - 1) / 3, 0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
 def _gemma_scores(config: dict[str, Any]) -> int:
-    """What llama.cpp takes the root of to scale the scores of Gemma's attention."""
+    """Return the number whose root llama.cpp uses to scale the scores of Gemma's attention."""
     if config["num_hidden_layers"] == _SHARED_SCALES:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]

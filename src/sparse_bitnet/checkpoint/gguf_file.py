@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GGUF file, read without trust: its metadata and where its tensors lie, values of any type.
+"""Reader of untrusted GGUF files: metadata, places of tensors, and values of any type.
 
-The gguf package's reader knows none of the ternary types of llama.cpp's relatives and refuses such files
-whole; its dequantisers serve here for all that is neither ternary nor plain nor Q8_0.
+The gguf package's reader refuses files that contain ternary types of llama.cpp's relatives. Its
+dequantisers are used here for all types that are neither ternary nor plain nor Q8_0.
 """
 
 import math
@@ -37,13 +37,13 @@ _OF_GGML = """F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_
 IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"""
 _NAMES = dict(enumerate(_OF_GGML.split())) | {39: "MXFP4", 142: "PQ2_0", 143: "PTQ1_0"}
 _OF_LLAMA_CPP = 100
-"""Its types have lower numbers; other tools give theirs higher ones."""
+"""Limit of llama.cpp's type numbers; other tools give their types higher ones."""
 
 
 _NOT_GGUF = {b"vers": "a Git LFS pointer stands in its place: git lfs pull"} | dict.fromkeys(
     (b"lmgg", b"fmgg", b"tjgg", b"algg"), "GGML from before GGUF: convert it again"
 )
-"""Beginnings of other files, and what to do."""
+"""First bytes of files that are not GGUF -> what to do."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class GgufEntry:
 
     type_id: int
     shape: tuple[int, ...]
-    """In the order of PyTorch: rows first."""
+    """Shape in PyTorch's order: rows first."""
     begin: int
-    """Bytes from the start of the file."""
+    """Offset in bytes from the start of the file."""
     most: int
-    """Bytes up to the next tensor."""
+    """Number of bytes up to the next tensor."""
 
 
 class GgufFile:
-    """A GGUF file; nothing of it but its header stays in memory.
+    """A GGUF file; only its header stays in memory.
 
     Attributes:
-        path: of the file.
-        metadata: by key, strings, numbers and lists of them.
-        tensors: by name.
-        i2_s: what tensors of the type I2_S are.
+        path: path of the file.
+        metadata: key -> a string, a number or a list of them.
+        tensors: name -> entry.
+        i2_s: block type of the tensors of type I2_S.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,8 +91,8 @@ class GgufFile:
         check_basis(self.metadata, str(path))
 
     def block_type(self, name: str) -> BlockType | None:
-        """The ternary type of a matrix; None for any other type. Raises `UserError` for one that does not
-        fit into its place."""
+        """Return the ternary type of a matrix, or None for any other type. Raises `UserError` if its
+        shape does not match its size in the file."""
         entry = self.tensors[name]
         candidates = [block for block in READ_TYPES if block.type_id == entry.type_id]
         if not candidates or len(entry.shape) != 2:
@@ -109,7 +109,7 @@ class GgufFile:
         )
 
     def type_name(self, name: str) -> str:
-        """Of a tensor's values, for messages."""
+        """Return the name of a tensor's type, for messages."""
         block = self.block_type(name)
         if block is not None:
             return block.name
@@ -125,7 +125,7 @@ class GgufFile:
     def codes(
         self, name: str, block: BlockType, part: slice = slice(None)
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of a ternary matrix (`BlockType.unpack`), or of some of its rows."""
+        """Return codes and scales of a ternary matrix, or of some of its rows (`BlockType.unpack`)."""
         rows, columns = self.tensors[name].shape
         size = block.tensor_bytes(rows, columns)
         if block.scale_of == "matrix":
@@ -136,9 +136,9 @@ class GgufFile:
         return block.unpack(data, last - first, columns)
 
     def floats(self, name: str, part: slice = slice(None)) -> np.ndarray:
-        """A tensor, or some of its rows, as float32.
+        """Return a tensor, or some of its rows, as float32.
 
-        Raises `UserError` for a type that is not read here, or a tensor cut off.
+        Raises `UserError` for a type that is not read here, or a truncated tensor.
         """
         entry = self.tensors[name]
         rows = entry.shape[0] if entry.shape else 1
@@ -189,12 +189,12 @@ class GgufFile:
 
 
 class _Reader:
-    """Goes through a header; raises `ValueError` or `struct.error` where it makes no sense.
+    """Parses a header; raises `ValueError` or `struct.error` if it is malformed.
 
     Attributes:
-        metadata: by key.
-        alignment: of the tensors, in bytes.
-        tensors: by name, with their places in the file.
+        metadata: key -> value.
+        alignment: alignment of the tensors, in bytes.
+        tensors: name -> entry, with its place in the file.
     """
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -221,7 +221,7 @@ class _Reader:
         self.tensors = self._placed([self._tensor() for _ in range(tensors)])
 
     def _placed(self, entries: list[tuple[str, int, tuple[int, ...], int]]) -> dict[str, GgufEntry]:
-        """The tensors, of which each ends where the next one begins."""
+        """Return the tensors by name; each ends where the next one begins."""
         begin = -(-self._at // self.alignment) * self.alignment
         size = len(self._data) - begin
         offsets = sorted({offset for *_, offset in entries})
@@ -236,7 +236,7 @@ class _Reader:
         return placed
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Name, type, shape and offset."""
+        """Read name, type, shape and offset of a tensor."""
         name = self._string()
         count = self._number("I")
         if count > _MOST_DIMENSIONS:
@@ -266,7 +266,7 @@ class _Reader:
         return self._bytes(self._count(1)).decode("utf-8", "replace")
 
     def _count(self, item_bytes: int) -> int:
-        """A count of things of which each takes at least this many bytes."""
+        """Read a count of items that take at least `item_bytes` each; `ValueError` if they do not fit."""
         count = self._number("Q")
         if count > _MOST_COUNT or count * item_bytes > len(self._data) - self._at:
             raise ValueError(f"a count of {count:,}")

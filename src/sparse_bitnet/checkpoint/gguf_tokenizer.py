@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _WHOLE = _CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that stay whole in a text, and are spelled as in it."""
+"""Token types that are never split, and are spelled as in the text."""
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""transformers' names -> GGUF's."""
+"""transformers' names of special tokens -> GGUF's."""
 
 _LONGEST = 256
-"""Characters of a token that is joined from others: SentencePiece makes them of 16."""
+"""Most characters of a token for which merges are derived; SentencePiece makes tokens of up to 16."""
 _LOOKED_AT = 4096
-"""Tokens that tell how texts were split."""
+"""Most tokens from which the pre-tokenizer is inferred."""
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,13 +62,13 @@ class PreTokenizer(NamedTuple):
     """How a text is split before merges."""
 
     names: tuple[str, ...]
-    """llama.cpp's, of which the first is written."""
+    """llama.cpp's names; the first is written."""
     regexes: tuple[str, ...]
-    """Each splits what those before have left."""
+    """Regexes in order; each splits what those before have left."""
     ignores_merges: bool = False
-    """What is a token as a whole is one, whatever the merges give."""
+    """Whether a piece that is a token as a whole stays one, whatever the merges give."""
     begins: bool = False
-    """Where a file does not say, texts begin with the token for it."""
+    """Whether texts begin with the bos token if a file does not say."""
 
 
 PRE_TOKENIZERS = (
@@ -117,19 +117,19 @@ PRE_TOKENIZERS = (
     PreTokenizer(("deepseek-coder",), _DEEPSEEK_CODER),
     PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
 )
-"""What is read and written."""
+"""All pre-tokenizers that can be read and written."""
 
 
 _DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
-"""Of a kind of tokenizer what a reader takes that a file does not say."""
+"""Kind of tokenizer -> token ids that a reader assumes if a file does not name them."""
 
 
 def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json into a folder.
 
     Args:
-        metadata: of a GGUF file.
-        path: that file, for messages.
+        metadata: metadata of a GGUF file.
+        path: path of that file, for messages.
 
     Raises `UserError` as `read_tokenizer` does.
     """
@@ -168,9 +168,9 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
 
 
 def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
-    """The tokenizer of the metadata `tokenizer.ggml.*`, by name without that prefix.
+    """Build the tokenizer from the metadata `tokenizer.ggml.*`, named without that prefix.
 
-    Raises `UserError`, beginning with `where`, for another kind and for what makes none.
+    Raises `UserError`, beginning with `where`, for another kind and for invalid metadata.
     """
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     kind = fields.get("model")
@@ -235,7 +235,7 @@ def _named_split(fields: dict[str, Any]) -> PreTokenizer | None:
 
 
 def _likeliest_split(tokens: list[str]) -> PreTokenizer:
-    """The one that leaves most tokens whole, as the one of training did; of several, the finest."""
+    """Return the pre-tokenizer that keeps most tokens whole, as training's did; on a tie, the finest."""
     from tokenizers import decoders
     from tokenizers.pre_tokenizers import Sequence
 
@@ -270,7 +270,7 @@ def _sentence_piece(fields: dict[str, Any], where: str) -> "Tokenizer":
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True)
     )
-    # Before a text that begins with a space, too, which Metaspace would not do.
+    # Prepend also puts a space before a text that begins with one, which Metaspace would not do.
     before = [Prepend("▁")] if begins_with_space else []
     tokenizer.normalizer = Sequence([*before, Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -283,7 +283,7 @@ def _sentence_piece(fields: dict[str, Any], where: str) -> "Tokenizer":
 def _implied_merges(
     vocabulary: dict[str, int], scores: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
-    """Every token from two others, those of the best score first, as SentencePiece joins them."""
+    """Return the pairs that join into a token, the best score first, as SentencePiece joins them."""
     found = []
     for token, score in zip(vocabulary, scores, strict=False):
         if len(token) > _LONGEST:
@@ -297,7 +297,7 @@ def _implied_merges(
 
 
 def _around(ids: dict[str, int], first: str | None, last: str | None) -> dict[str, Any]:
-    """The post-processor that begins and ends every text with these tokens, as tokenizer.json has it."""
+    """Return the post-processor, as in tokenizer.json, that puts these tokens around every text."""
 
     def part(kind: str, name: str) -> dict[str, Any]:
         return {kind: {"id": name, "type_id": 0}}

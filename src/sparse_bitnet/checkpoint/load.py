@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored model through transformers: its skeleton, the model with its weights, and its tokenizer."""
+"""Loading through transformers: a model's skeleton, the model with its weights, and its tokenizer."""
 
 import copy
 import os
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 
 def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
-    """What one of transformers' loaders makes of a model folder, a hub id or a config.
+    """Load a model folder, a hub id or a config with one of transformers' loaders.
 
-    Every such call of the package is this one: the folder is checked first, and code in it is not run,
-    nor is anyone asked whether it may (transformers would take the answer from stdin).
+    Every such call of the package goes through here: the folder is checked first, and its code is never
+    run. transformers would otherwise ask on stdin whether to run it.
 
     Args:
-        loader: such as `AutoModelForCausalLM.from_pretrained`.
-        source: its first argument.
-        kwargs: the others.
+        loader: a function such as `AutoModelForCausalLM.from_pretrained`.
+        source: first argument of `loader`.
+        kwargs: further arguments of `loader`.
     """
     if isinstance(source, str | Path):
         source = local_folder(source)
@@ -50,14 +50,14 @@ def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
 
 
 def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
-    """The causal LM of a folder's config.json on the meta device: names and shapes, no memory.
+    """Build the causal LM of a folder's config.json on the meta device: names and shapes, no memory.
 
     Args:
-        config: its content.
+        config: content of config.json.
         folder: the folder, or a file that holds config and weights.
 
     Raises `UserError` for an architecture that transformers does not know, and for sizes and settings
-    that make none.
+    from which it builds no model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,8 +72,8 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
 
 
 def _check_fits(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a config.json that asks for more values than its weights can hold: all would
-    be made before any was missed."""
+    """Raise `UserError` for a config.json with more values than its weights can hold: transformers would
+    allocate them all before it missed any."""
     files = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
     held = sum(path.stat().st_size for path in files)
     if not held or quantization_entry(config).get("quant_method") == QUANT_METHOD:
@@ -90,13 +90,13 @@ def _check_fits(config: dict[str, Any], folder: Path) -> None:
 
 
 def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
-    """A causal LM from a folder or hub id, through transformers: a checkpoint of ours, or any dense one.
+    """Load a causal LM from a folder or hub id through transformers: our checkpoints, or any dense model.
 
     Args:
         path_or_id: folder or hub id.
-        kwargs: those of `AutoModelForCausalLM.from_pretrained`.
+        kwargs: arguments of `AutoModelForCausalLM.from_pretrained`.
 
-    Raises `UserError`, one line, for whatever keeps it from loading, a missing weight included
+    Raises a one-line `UserError` for anything that prevents loading, including a missing weight
     (transformers alone would leave it random).
     """
     from transformers import AutoModelForCausalLM
@@ -129,7 +129,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
     if not model.all_tied_weights_keys:
-        # Said in what is saved of it: a release before 5 ties a head of its own if the config does.
+        # Saved with the model: a release before 5 ties a separate head if the config says so.
         model.config.tie_word_embeddings = False
     return model
 
@@ -151,11 +151,11 @@ def load_tokenizer(
     Args:
         path_or_hub_id: folder of a model, run or prepared data, GGUF file, or hub id such as
             "Qwen/Qwen2.5-0.5B".
-        eos_token: the token that ends a document, where the saved choice is not the one wanted (an
-            instruction-tuned model's ends a turn); an id is not checked.
+        eos_token: token that ends a document, to replace the saved one (an instruction-tuned model's ends
+            a turn); an id is not checked.
 
     Raises:
-        UserError: nothing there, not a fast tokenizer, or no (such) end token.
+        UserError: no tokenizer, not a fast tokenizer, or no (such) end token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -166,7 +166,7 @@ def load_tokenizer(
             return load_tokenizer(written, eos_token=eos_token)
     folder = local_folder(Path(path_or_hub_id), TOKENIZER_FILES)
     if not has_tokenizer(folder):
-        # A run has it in its model, before that in its data, and prepared data have it in a folder.
+        # A run has it in its model, before that in its data; prepared data have it in a folder.
         data = Path(str(read_json_if_there(folder / CONFIG_FILE).get("data")))
         inside = (folder / "final", folder / "tokenizer", data / "tokenizer")
         folder = next((each for each in inside if has_tokenizer(each)), folder)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a model folder, read without trust. No torch.
+"""Reader of the files of an untrusted model folder. Imports no torch.
 
-Whatever a folder names lies inside it, nothing but regular files is opened, everything but the weights
-has a limit of size, and code that a folder brings along is never run.
+Files that a folder names must lie inside it, only regular files are opened, all files but the weights
+have a size limit, and code in a folder is never run.
 """
 
 import json
@@ -26,8 +26,8 @@ WITHOUT_IMPORT = dict.fromkeys(
     ("attn_implementation", "_attn_implementation_internal"),
     "pip install sparse-bitnet, then import sparse_bitnet before from_pretrained",
 )
-"""Fields of config.json that the import of `sparse_bitnet` takes back, and at which transformers fails
-without it: it skips a quant_method that it does not know. The second is for releases up to 5.0."""
+"""Fields of config.json that make transformers fail unless `sparse_bitnet` is imported, which removes
+them. Otherwise it would skip the unknown quant_method. The second is for releases up to 5.0."""
 _CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -68,31 +68,31 @@ _LARGEST = 128 << 20
 """Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB."""
 
 POOLING_FILES = "[1-9]_*/config.json"
-"""How sentence-transformers makes a vector of a text, layer by layer."""
+"""Files that tell sentence-transformers, layer by layer, how to make a vector of a text."""
 _READ_BELOW = ("[1-9]_*", "additional_chat_templates")
-"""Sub-folders of which files are read."""
+"""Sub-folders whose files are read."""
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
-"""OWNER/NAME, a file in it, a revision."""
+"""Hub id: OWNER/NAME, optionally a file in it and a revision."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
-"""Files that make a model; on the hub in sub-folders too."""
+"""Patterns of a model's files; on the hub they also match in sub-folders."""
 _COUNTS = ("_layers", "_layer", "_experts", "_blocks")
 _MOST_LAYERS = 4096
-"""Layers of the largest model that is built: each is a Python object, even without values."""
+"""Most layers of a model that is built: each is a Python object, even without values."""
 _METHODS = (None, "bitnet", "compressed-tensors", "sparse_bitnet", "sparse_bitnet_packed")
-"""Methods of quantisation that are read here; the settings of others are for their readers to know."""
+"""Quantisation methods that are read here; the settings of others are left to their readers."""
 _BITNET = (
     *("quant_method", "linear_class", "quantization_mode", "modules_to_not_convert"),
     *("use_rms_norm", "rms_norm_eps"),
 )
 """Settings of the method bitnet."""
 _DECLARING = (".json", ".safetensors", ".bin", ".pt", ".npz")
-"""Suffixes of files that say what weights mean."""
+"""Suffixes of files whose names can declare what weights mean."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises `UserError` as `read_json` does."""
+    """Return config.json of a model folder. Raises `UserError` as `read_json` does."""
     folder = Path(folder)
     if not (folder / CONFIG_FILE).exists() and (instead := gguf_inside(folder)):
         raise UserError(f"{folder} holds no {CONFIG_FILE}{instead}")
@@ -100,10 +100,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """A model folder, its config.json and the `quantization_config` in it.
+    """Return a model folder, its config.json and the `quantization_config` in it.
 
-    All that is to be checked before anything else of it is read: that no file is one that should not
-    be opened (`check_file`), and that the model is no larger than its weights. Raises `UserError`.
+    Check first that every file may be opened (`check_file`), that the number of layers is plausible, and
+    that the weights can be used as they are. Raises `UserError`.
     """
     folder = local_folder(path_or_id)
     if is_hub_id(str(path_or_id)) and not (folder / CONFIG_FILE).exists():
@@ -120,18 +120,18 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
 
 
 def quantization_entry(config: dict[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of a config.json; empty where it has none."""
+    """Return the `quantization_config` of a config.json; empty if it has none."""
     entry = config.get("quantization_config")
     return entry if isinstance(entry, dict) else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `UserError` when the file is missing or holds something else."""
+    """Read a JSON object. Raises `UserError` when the file is missing or holds something else."""
     raw = read_small(path)
     try:
         content = json.loads(raw)
         if _SURROGATE.search(raw):
-            # Half a character in a name would only be found when it is printed or written.
+            # A lone surrogate would otherwise fail only when it is printed or written.
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: not readable as JSON ({error})") from error
@@ -141,21 +141,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """As `read_json`; empty where the file is missing."""
+    """Read a JSON object as `read_json` does; return an empty one if the file is missing."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented, sorted as given, with a newline at the end."""
+    """Write JSON: indented, keys in the given order, with a newline at the end."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def finish_folder(folder: Path, held: str) -> None:
-    """Keep transformers from running a folder of ours as another model where `sparse_bitnet` is not
-    imported: its config.json names an attention that no model has, and its model card says why.
+    """Make transformers fail on a folder of ours unless `sparse_bitnet` is imported, instead of running
+    another model: config.json names an attention that no model has, and the model card says why.
 
     Args:
-        folder: with its config.json.
+        folder: model folder that has its config.json.
         held: sentences on what model.safetensors holds, and on what runs without the import.
     """
     write_json(folder / CONFIG_FILE, {**read_config(folder), **WITHOUT_IMPORT})
@@ -163,7 +163,7 @@ def finish_folder(folder: Path, held: str) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """A whole file that holds no weights. Raises `UserError` where it is missing or none to read."""
+    """Read a whole file without weights. Raises `UserError` if it is missing or fails `check_file`."""
     if not os.path.lexists(path):
         raise UserError(f"{path.parent} holds no {path.name}")
     with os_errors_as(f"cannot read {path}"):
@@ -181,7 +181,7 @@ def copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """`check_file` for every file of a model folder, for readers that open them by themselves."""
+    """Run `check_file` on every file of a model folder, for libraries that open files themselves."""
     with os_errors_as(f"cannot read {folder}"):
         below = (path for name in _READ_BELOW for path in folder.glob(f"{name}/*"))
         for path in (*folder.iterdir(), *below):
@@ -190,8 +190,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_layers(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a config.json of more layers than any model has, which would be built for
-    hours before any was missed."""
+    """Raise `UserError` for a config.json with more layers than any model has: building them would take
+    hours before a missing weight was noticed."""
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
             check_layers(value, folder)
@@ -203,8 +203,8 @@ def check_layers(config: dict[str, Any], folder: Path) -> None:
 
 
 def check_weights_as_stored(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a folder whose weights are not those of its config.json's model as they are:
-    an adapter belongs to them, or they are in a rotated basis."""
+    """Raise `UserError` for a folder whose weights cannot be used as they are: an adapter belongs to
+    them, they are in a rotated basis, or a setting of the method bitnet is unknown."""
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} holds an adapter (adapter_config.json): merge it first")
     names = [path.name for path in folder.iterdir() if path.suffix in _DECLARING]
@@ -237,15 +237,15 @@ def check_file(path: Path, folder: Path | None = None) -> None:
 
 
 def leads_outside(name: object) -> bool:
-    """Whether what a folder's index gives as the name of a file is none below that folder."""
+    """Whether a file name in a folder's index is not the name of a file below that folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         return True
     return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
-    """The file that a folder's `index` names. Raises `UserError` for a name that leads out of the folder,
-    and for a file that is not there or none to read (`check_file`)."""
+    """Return the path of a file that a folder's `index` names. Raises `UserError` if the name leads out
+    of the folder, or if the file is missing or fails `check_file`."""
     if leads_outside(name):
         raise UserError(f"{folder / index} names {name!r}, which is not a file in its folder")
     with os_errors_as(f"{folder / name} is named in {index} but is not there"):
@@ -254,7 +254,7 @@ def file_inside(folder: Path, name: str, index: str = INDEX_FILE) -> Path:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a GGUF file, by its first bytes, of either byte order, or by its name."""
+    """Whether a path is a GGUF file, by its first bytes, in either byte order, or by its suffix."""
     if not os.path.isfile(path):
         return False
     with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
@@ -262,7 +262,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def gguf_inside(folder: Path) -> str:
-    """What to name instead of a folder, or a hub's cache of a model, that has GGUF files; else empty."""
+    """Return a hint naming a GGUF file in a folder or in a model's hub cache; empty without one."""
     files = sorted(file for name in ("*", "snapshots/*/*") for file in folder.glob(f"{name}.gguf"))
     return f"; it holds {files[0]}: name that file" if files else ""
 
@@ -274,10 +274,10 @@ def is_hub_id(name: str) -> bool:
 
 
 def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) -> Path:
-    """A folder as it is; of a hub id, its files that match `patterns`, downloaded or from the cache; of a
-    file on the hub, that file.
+    """Return a local path: a folder unchanged; for a hub id, its files that match `patterns`, downloaded
+    or cached; for a file on the hub, that file.
 
-    Raises `UserError` for a name that is neither, at once, and for a model that the hub does not give.
+    Raises `UserError` at once for any other name, and for a model that the hub does not provide.
     """
     folder = Path(path_or_id)
     if folder.is_dir():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user names -> the stored model that it is: the one way in for every command."""
+"""Opening a stored model by the name that a user gives: the one entry point of every command."""
 
 import functools
 import importlib
@@ -35,11 +35,11 @@ _TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddin
 
 
 def resolve_checkpoint(path_or_id: str | Path) -> str:
-    """The folder (or hub id) to load for what a user names.
+    """Return the folder, file or hub id to load for the name that a user gives.
 
-    A run folder stands for its finished model `final`, before that for its latest checkpoint, which
-    is put together first if several processes wrote it; a folder with a config.json of transformers
-    for itself, and so does a .gguf file; OWNER/NAME that is not a local path for a model of the hub.
+    A run folder resolves to its finished model `final` or, before that, to its latest checkpoint, which
+    is consolidated first if several processes wrote it. A folder with a transformers config.json, a .gguf
+    file, and OWNER/NAME of a hub model that is not a local path resolve to themselves.
 
     Raises `UserError` for a folder that holds no model and for a path that does not exist.
     """
@@ -76,12 +76,12 @@ def _is_model_folder(path: Path) -> bool:
 
 
 def find_checkpoint(path: str | Path) -> StoredModel:
-    """Whatever a user names, found: a run folder, a model folder of ours or of another tool, a hub id.
+    """Find the stored model that a user names: a run, our or another tool's model folder, a hub id.
 
     Args:
-        path: of a run, its finished model or its latest checkpoint is found.
+        path: name of the model; a run stands for its finished model or its latest checkpoint.
 
-    Raises `UserError` for what is not a model folder, and for one whose files are not to be read.
+    Raises `UserError` for anything that is not a model, and for files that must not be opened.
     """
     name = resolve_checkpoint(path)
     if Path(name).is_file():
@@ -119,20 +119,20 @@ def find_checkpoint(path: str | Path) -> StoredModel:
 
 
 def _has_own_head(files: WeightFiles) -> bool:
-    """Whether the files hold a head with other values than the embedding to which the config ties it:
-    transformers then leaves the two apart."""
+    """Whether the files hold a head whose values differ from the embedding that the config ties it to;
+    transformers then keeps the two separate."""
     tables = [name for name in files.shapes if name.endswith(_TABLES)]
     return len(tables) == 2 and not files.equal(*tables)
 
 
 def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
-    """What `find_checkpoint` returns, its tensors opened.
+    """Find a stored model as `find_checkpoint` does, and open its tensors.
 
     Args:
-        path: as there.
-        kinds: those that will do, "foreign" for all of other tools; default: any.
+        path: name of the model, as in `find_checkpoint`.
+        kinds: accepted kinds (`StoredModel.kind`); default: any.
 
-    Raises `UserError` also for what is incomplete or damaged, and for another kind.
+    Raises `UserError` also for a checkpoint that is incomplete, damaged or of another kind.
     """
     found = find_checkpoint(path)
     if not found.reader or (kinds and found.kind not in kinds):
@@ -142,7 +142,7 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
 
 
 def open_ternary(path: str | Path) -> Checkpoint:
-    """A trained checkpoint with ternary weights. Raises `UserError` for any other."""
+    """Open a trained checkpoint with ternary weights. Raises `UserError` for any other."""
     checkpoint = open_checkpoint(path, "trained")
     if checkpoint.format.weight != "ternary":
         raise UserError(
@@ -153,7 +153,7 @@ def open_ternary(path: str | Path) -> Checkpoint:
 
 
 def unsuited(found: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserError:
-    """The error for a stored model of other kinds than a command takes: what it is, and what to do."""
+    """Return the error for a stored model of a kind that a command does not accept, with what to do."""
     method, is_file = found.entry.get("quant_method"), found.folder.is_file()
     said = f"quant_method {method!r}" if method else "no quantization_config"
     said = found.entry["not_ternary"] if is_file else f"{said} in {CONFIG_FILE}"

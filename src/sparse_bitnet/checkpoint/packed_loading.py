@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def open_packed(path: Any) -> tuple[TensorFile, PackedMetadata]:
-    """A packed file and what it says of itself, every tensor compared with its checksum.
+    """Open a packed file and its metadata; every tensor is compared with its checksum.
 
     Raises `UserError`, naming file and tensor, for a file that is damaged, truncated or of another
     version.
@@ -122,7 +122,7 @@ def finish_model_(model: "PreTrainedModel", metadata: PackedMetadata) -> None:
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedSparseBitLinear]:
-    """Every `PackedSparseBitLinear` by full name."""
+    """Return every `PackedSparseBitLinear` by full name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -131,7 +131,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedSparseBitLinear]:
 
 
 def _tables(model: "PreTrainedModel") -> dict[str, Any]:
-    """By name: the embedding, and the output head where it has a weight of its own."""
+    """Return the embedding and, if it has a weight of its own, the output head, by name."""
     head: Any = model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     tables: list[Any] = [model.get_input_embeddings()]

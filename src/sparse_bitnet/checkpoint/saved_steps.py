@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoints of a run folder: which are complete, which are intact, which are dropped.
 
-A checkpoint is a folder `checkpoints/step-00000100`; it appears under that name only when all of it is
-on the disk. `state.json` lists the CRC-32 of its other files, so that one which was truncated or changed
-since is found before anything of it is used; it is then quarantined as `damaged-step-00000100` and the
-run goes on from the one before.
+A checkpoint is a folder `checkpoints/step-00000100`; it gets that name only when all of it is on the
+disk. `state.json` lists the CRC-32 of its other files, so that a truncated or changed file is detected
+before it is used. The checkpoint is then quarantined as `damaged-step-00000100`, and the run resumes from
+the one before.
 """
 
 import json
@@ -22,7 +22,7 @@ from sparse_bitnet.files import TEMPORARY_PREFIX, file_crc32, remove_leftovers
 CHECKPOINT_VERSION = 2
 STATE = "state.json"
 FOLDER, MODEL_FOLDER = "sharded", "model"
-"""Of a checkpoint: the shards, and what describes their model."""
+"""Sub-folders of a checkpoint: its shards, and the description of their model."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def list_checkpoints(run: Path) -> list[SavedStep]:
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Where the checkpoint after `step` belongs."""
+    """Return the path of the checkpoint after `step`."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
@@ -53,7 +53,7 @@ def drop_old(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0 keeps all."""
     if keep:
         for old in list_checkpoints(run)[:-keep]:
-            # Renamed first: whoever is killed in between leaves what `clean_run` removes.
+            # Rename first: if the process is killed in between, `clean_run` removes the rest.
             doomed = old.path.with_name(f"{TEMPORARY_PREFIX}old-{old.path.name}")
             os.rename(old.path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -67,7 +67,7 @@ def clean_run(run: Path) -> None:
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """CRC-32 of files below a folder, by their names relative to it."""
+    """Return the CRC-32 of files below a folder, by their names relative to it."""
     return {str(path.relative_to(folder)): f"{file_crc32(path):08x}" for path in sorted(files)}
 
 
@@ -80,7 +80,7 @@ def write_state(
 
 
 def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
-    """Raises `UserError` for a checkpoint of another version, or of other data."""
+    """Raise `UserError` for a checkpoint of another version, or of other data."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_bytes())
     if state.get("version") != CHECKPOINT_VERSION:
@@ -95,10 +95,10 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
 
 
 def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint, or None.
+    """Return a message on the first damaged file of a checkpoint, or None if all are intact.
 
     Args:
-        checkpoint: a listed one.
+        checkpoint: one of those that `list_checkpoints` returns.
         part, parts: check only every `parts`-th file from the `part`-th, so that processes share the
             reading.
     """

@@ -30,7 +30,7 @@ class TrainedCheckpoint(Checkpoint):
     """A folder whose names and shapes are those of the model that config.json describes."""
 
     def __init__(self, stored: StoredModel) -> None:
-        """Raises `UserError` for anything but a complete one."""
+        """Open the folder. Raises `UserError` unless it is complete."""
         folder, entry, model = stored.folder, stored.entry, stored.model()
         format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
         if entry:
@@ -45,7 +45,7 @@ class TrainedCheckpoint(Checkpoint):
         self.files: WeightFiles | dict[str, Tensor] = WeightFiles.in_folder(folder)
         shapes, dtypes = self.files.shapes, self.files.dtypes
         if not shapes.keys() <= model.state_dict().keys() and len(shapes) <= len(wanted):
-            # In memory, where transformers renames tensors on loading (GPT-NeoX).
+            # transformers renames these tensors on loading (GPT-NeoX), so they are read into memory.
             self.files = from_pretrained(folder).state_dict()
             names = {getattr(torch, name): key for key, name in DTYPES.items()}
             shapes = {name: tuple(value.shape) for name, value in self.files.items()}
@@ -90,7 +90,7 @@ class TrainedCheckpoint(Checkpoint):
         return self._selection(layer).effective(self.master(layer).float())
 
     def _selection(self, layer: str) -> Selection:
-        """What the format chooses of a layer's trained weight."""
+        """Select mask, codes and scales from a layer's trained weight, in the checkpoint's format."""
         norm = f"{layer}.input_norm"
         matrix = Matrix(input_norm=self.read(norm) if norm in self.files else None)
         return select(self.master(layer), self.format, matrix=matrix)

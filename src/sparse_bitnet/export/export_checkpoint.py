@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a trained checkpoint to the files of another tool: one function over all formats.
+"""Export of a trained checkpoint to the files of another tool: one function for all formats.
 
 Everything that can be refused from names and shapes is refused before the first byte is written; the
 files appear under their name when all of them are complete.
@@ -35,15 +35,15 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was written."""
+    """Result of an export."""
 
     folder: Path
     nbytes: int
-    """Of all files."""
+    """Size of all files, in bytes."""
     warning: str | None
-    """What a user of this format must know."""
+    """Note that a user of this format must know, or None."""
     verification: Verification | None
-    """None when not asked for."""
+    """Result of the verification; None if it was not requested."""
 
 
 def export(
@@ -54,7 +54,7 @@ def export(
     on_progress: OnProgress | None = None,
     on_verified: OnProgress | None = None,
 ) -> Export:
-    """Write a trained model in the format of another tool; verify it if asked to.
+    """Write a trained model in the format of another tool; verify it if `config.verify` is set.
 
     Args:
         checkpoint: run folder, or checkpoint folder of ours.
@@ -63,7 +63,7 @@ def export(
         on_progress: called with (bytes written, bytes in all) after every tensor.
         on_verified: called with (tokens compared, tokens in all) during the verification.
 
-    A verification out of bounds is returned, not raised; the files stay and their card says so.
+    A verification out of bounds is returned, not raised; the files stay and their card records it.
 
     Raises `UserError` for an unusable checkpoint, an `out` that exists, a model the format cannot hold,
     or a full disk; nothing is then left behind.
@@ -148,5 +148,5 @@ def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
 
 
 def _block(config: ExportConfig) -> BlockType | None:
-    """The type of a GGUF format; None of another one."""
+    """Return the block type of a GGUF format, or None for any other format."""
     return BLOCK_TYPES.get(config.format.removeprefix("gguf-").upper())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be exported to, and the options of doing it. Free of torch, so `--help` is quick."""
+"""Export formats and the options of an export. Imports no torch, so `--help` is quick."""
 
 import typing
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class ExportConfig:
     """Format to write."""
 
     embeddings: Precision | None = None
-    """Precision of embeddings and head; in Hugging Face folders of all that is not ternary. Default:
-    bf16, in GGUF f16. q8_0: GGUF only."""
+    """Precision of embeddings and head; in Hugging Face folders, of all that is not ternary. Default: f16
+    in GGUF, else bf16. q8_0: GGUF only."""
 
     verify: bool = False
     """Load the export with its real reader and compare it with the trained model."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats that are a Hugging Face folder: what each refuses, its tensors, its entry in config.json.
+"""Export formats that are a Hugging Face folder: what each refuses, its tensors, its config.json entry.
 
 bitnet is what transformers reads natively, for any architecture: four codes a byte (`pack_row_planes`).
 The `bitlinear` class divides its output by `weight_scale`, which therefore holds the reciprocal of our
@@ -47,7 +47,7 @@ DENSE_WARNING = (
 
 
 def scale_groups(source: Checkpoint) -> dict[str, int]:
-    """Of each sparse layer how many weights of a row share a scale, 0 where all of the matrix do."""
+    """Return for each sparse layer how many weights of a row share a scale; 0 for one scale in all."""
     groups = dict.fromkeys(source.layers, 0)
     for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
         stored = source.file.entries.get(f"{name}.weight_scale") if source.file else None
@@ -86,14 +86,14 @@ def check(source: Checkpoint, format: str) -> None:
 
 
 def deferred_tensors(source: Checkpoint, format: str, dtype: torch.dtype) -> list[DeferredTensors]:
-    """Every tensor of the export: the sparse layers', the rest cast to `dtype`."""
+    """Return every tensor of the export: the sparse layers', the rest cast to `dtype`."""
     layers = [_layer(source, name, format, dtype) for name in source.layers]
     others = source.others.items()
     return layers + [deferred(name, dtype, s, partial(source.read, name)) for name, s in others]
 
 
 def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> DeferredTensors:
-    """What stands for a sparse layer's weight."""
+    """Return the tensors that store a sparse layer's weight in `format`."""
     rows, columns = shape = source.layers[name]
     if format == "dense":
         return deferred(f"{name}.weight", dtype, shape, partial(source.effective, name))
@@ -127,7 +127,7 @@ def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> De
 
 
 def quantization_config(source: Checkpoint, format: str) -> dict[str, Any] | None:
-    """The entry of that name in config.json; None for `dense`, which has none."""
+    """Return the `quantization_config` of config.json, or None for `dense`, which has none."""
     if format == "dense":
         return None
     if format == "bitnet":

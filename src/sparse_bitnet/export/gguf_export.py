@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF: what llama.cpp and everything built on it read. Ternary blocks, tokenizer and metadata.
 
-One file holds all: sparse layers as TQ1_0, TQ2_0 or Q2_0, or as what their rows fill (`gguf_blocks`),
-norms and biases in float32, embeddings in float16 unless asked otherwise. llama.cpp quantises activations
-per block instead of per token, so its logits are close to ours, never equal.
+One file holds all: sparse layers in the requested type, or in another one that their rows fill
+(`gguf_blocks`), norms and biases in float32, embeddings in float16 by default. llama.cpp quantises
+activations per block instead of per token, so its logits are close to ours, never equal.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class GgufTensor(NamedTuple):
 
     name: str
     type_id: int
-    """ggml_type."""
+    """Number of the ggml_type."""
     shape: tuple[int, ...]
     nbytes: int
     make: Callable[[], np.ndarray]
@@ -60,13 +60,13 @@ def check_reader(source: Checkpoint, block: BlockType) -> None:
 
 
 def _metadata(source: Checkpoint) -> tuple[GgufArchitecture, dict[str, object]]:
-    """As what a file is written. Raises `UserError` for a model that it cannot hold."""
+    """Return the GGUF architecture and metadata of a model. Raises `UserError` if GGUF cannot hold it."""
     return metadata_of(source.config, f"{source.folder}/config.json")
 
 
 def notes(source: Checkpoint, wanted: BlockType) -> str | None:
-    """What a user of the file must know: which types stand in for `wanted` in rows that do not fill its
-    blocks, and what llama.cpp does not do."""
+    """Return notes for users of the file, or None: which types replace `wanted` in rows that do not fill
+    its blocks, and what llama.cpp does not do."""
     row, metadata = _metadata(source)
     blocks = [block_for(columns, wanted) for _, columns in source.layers.values()]
     counts = {block.name: blocks.count(block) for block in blocks if block is not wanted}
@@ -84,10 +84,10 @@ def notes(source: Checkpoint, wanted: BlockType) -> str | None:
 
 
 def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list[GgufTensor]:
-    """Every tensor of the file, under llama.cpp's names.
+    """Return every tensor of the file, under llama.cpp's names.
 
-    Raises `UserError` for what the file could not hold or llama.cpp could not run. It names the layer or
-    the setting, and the format that would do.
+    Raises `UserError` for what the file cannot hold or llama.cpp cannot run. The error names the layer or
+    the setting, and a format that works.
     """
     if source.format.weight != "ternary":
         raise UserError(
@@ -128,7 +128,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
         size = prod(shape) // values * size
         tensors.append(GgufTensor(gguf_name(name), kind, shape, size, make))
     if row.biases == "always":
-        # llama.cpp's qwen2 requires them; a variant of the model without has zeros.
+        # llama.cpp's qwen2 requires biases; a model without them gets zeros.
         for layer, (rows, _) in source.layers.items():
             bias = f"{layer}.bias"
             if layer.endswith(_ATTENTION) and bias not in source.others:
@@ -157,7 +157,7 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
 
 
 def _in_rotation_order(source: Checkpoint, name: str, values: np.ndarray) -> np.ndarray:
-    """Rows in llama.cpp's order: its llama rotates neighbours of a head, transformers halves apart."""
+    """Reorder rows for llama.cpp: its llama rotates neighbours of a head, transformers halves apart."""
     config = source.config
     projection = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2]
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
@@ -211,7 +211,7 @@ def write(
     writer.add_quantization_version(2)
     writer.add_string(FORMAT, str(source.format))
     if source.has_one_scale:
-        # Of a packed layer without unpacking its codes.
+        # The scale of a packed layer is read without unpacking its codes.
         scales = [
             file.checked(f"{layer}.weight_scale") if file else source.ternary(layer).weight_scale
             for layer in source.layers

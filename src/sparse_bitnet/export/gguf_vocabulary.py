@@ -22,7 +22,7 @@ from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.export.hf_folder import stored_ends
 
 _MORE_ENDS = ("eot", "eom")
-"""Names under which llama.cpp takes ends of a text beside eos."""
+"""llama.cpp's names for end-of-text tokens beside eos."""
 _SPACE = "▁"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 _TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -31,27 +31,27 @@ _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """What GGUF says about a tokenizer."""
+    """Description of a tokenizer in GGUF's terms."""
 
     pre_tokenizer: str
     tokens: list[str]
-    """As tokenizer.json spells them, but for spaces of added ones; one per row of the embedding."""
+    """Tokens as tokenizer.json spells them, except spaces in added ones; one per row of the embedding."""
     types: list[TokenType]
     scores: list[float] | None
-    """Of SentencePiece's tokens; None for a byte-level BPE."""
+    """Scores of SentencePiece's tokens; None for a byte-level BPE."""
     adds_space: bool
-    """SentencePiece puts one before a text."""
+    """Whether SentencePiece puts a space before a text."""
     special: dict[str, int]
-    """Ids of bos, eos, unk and pad, and of what ends a text beside eos; without a bos it is the eos:
-    llama.cpp would take its own default."""
+    """Ids of bos, eos, unk and pad, and of further end-of-text tokens. A missing bos is replaced by eos,
+    since llama.cpp would use its own default."""
     surrounds: dict[str, bool]
     """Whether bos and eos are put around a text."""
     chat_template: str | list[dict[str, str]] | None
-    """One, or several by name."""
+    """One template, or several by name."""
 
 
 def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
-    """The tokenizer of a model folder, filled up to the model's `vocab_size` with unused tokens.
+    """Read the tokenizer of a model folder, padded with unused tokens to the model's `vocab_size`.
 
     Raises `UserError` for a tokenizer that llama.cpp would read differently: none there, neither a
     byte-level BPE nor SentencePiece's, an unknown pre-tokenizer, another normaliser than NFC, more tokens
@@ -67,7 +67,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     types = [TokenType.UNUSED] * vocab_size
     added = {token["content"]: token for token in content.get("added_tokens", [])}
     vocabulary = model["vocab"] | {name: token["id"] for name, token in added.items()}
-    # Of the special ones that tokenizer_config.json adds a model may have no row.
+    # The model may have no rows for special tokens that tokenizer_config.json adds.
     vocabulary |= {name: index for name, index in own.get_vocab().items() if index < vocab_size}
     is_sentence_piece = bool(model.get("byte_fallback"))
     for name, index in vocabulary.items():
@@ -119,7 +119,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
 
 
 def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
-    """Raises `UserError` where something else than bos and eos is put around a text."""
+    """Return whether bos and eos are put around a text. Raises `UserError` for other tokens."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     encode = tokenizer.backend_tokenizer.encode
     with library_errors_as(f"{path} cannot encode a text"):
@@ -134,7 +134,7 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """The sooner a token is merged, the higher."""
+    """Return the score of each token: the sooner it is merged, the higher."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
@@ -156,7 +156,7 @@ def _adds_space(content: dict[str, Any], path: Path) -> bool:
             )
         steps = [*([] if scheme == "never" else [_PREPEND]), _TO_SPACE, *steps]
     elif pre_tokenizer.get("pattern") != _TO_SPACE["pattern"] and pre_tokenizer:
-        # Gemma's splits at spaces, of which its normaliser has left none.
+        # Gemma's pre-tokenizer splits at spaces, of which its normaliser has left none.
         steps = []
     if steps not in ([_TO_SPACE], [_PREPEND, _TO_SPACE]):
         raise UserError(
@@ -167,7 +167,7 @@ def _adds_space(content: dict[str, Any], path: Path) -> bool:
 
 
 def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
-    """llama.cpp's name. Raises `UserError` when it has none that splits and normalises the same way."""
+    """Return llama.cpp's name. Raises `UserError` if none splits and normalises the same way."""
     normalizer = content.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         raise UserError(
@@ -188,7 +188,7 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
 
 
 def _regexes(steps: list[dict[str, Any]]) -> tuple[str, ...] | None:
-    """What splits a text, as in `PRE_TOKENIZERS`, by a tokenizer.json; None for steps of other kinds."""
+    """Return the regexes of a tokenizer.json's steps, as in `PRE_TOKENIZERS`; None for other steps."""
     regexes = []
     for place, step in enumerate(steps, start=1):
         match step:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ternary checkpoints of other tools as checkpoints of ours, codes and scales unchanged.
+"""Import of other tools' ternary checkpoints, codes and scales unchanged.
 
-The packed form of a GGUF file is made without torch. Our own checkpoints hold masters, from which codes
-and scale follow. Where only codes are known, masters are made from which exactly these follow: with z the
-share of non-zero codes, the weights codes * scale / z have the mean magnitude `scale` and round to
-`codes`. They are a start for further training, not the weights the model was trained with.
+A GGUF file is packed without torch. Our own checkpoints hold masters, from which codes and scale follow.
+If only codes are known, masters are made that give exactly these codes and this scale: with z the share
+of non-zero codes, the weights codes * scale / z have the mean magnitude `scale` and round to `codes`.
+They are a start for further training, not the weights the model was trained with.
 """
 
 from dataclasses import dataclass
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What was read and written."""
+    """Result of an import."""
 
     folder: Path
     kind: str
-    """The format read."""
+    """Name of the format that was read."""
     format: SparseBitConfig
     layers: int
-    """Ternary layers."""
+    """Number of ternary layers."""
 
 
 def import_checkpoint(
@@ -66,18 +66,18 @@ def import_checkpoint(
     embeddings: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> Imported:
-    """Write a foreign checkpoint as a folder of ours, float32 masters included, or packed.
+    """Write a foreign checkpoint as a folder of ours, with float32 masters or packed.
 
     Args:
         folder: what another tool, or `export`, wrote.
         out: a new folder.
-        pattern: that the codes keep to. Default: that of an export of ours, else dense.
+        pattern: pattern of the codes. Default: that of an export of ours, else dense.
         packed: a packed format or "auto", to write the packed form, a tensor at a time and without
             masters.
-        embeddings: their precision in the packed form (`pack_checkpoint`).
+        embeddings: precision of the embeddings in the packed form (`pack_checkpoint`).
         on_progress: called with (bytes written, bytes in all) after every tensor.
 
-    Raises `UserError` for what `open_foreign` cannot read, codes outside the pattern, an `out` that
+    Raises `UserError` for what `open_checkpoint` cannot read, codes outside the pattern, an `out` that
     exists, and a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
@@ -101,7 +101,7 @@ def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
 
 
 class _ToPack(Checkpoint):
-    """The checkpoint as ours with masters would be: float32 beside the codes, in the model's order."""
+    """A foreign checkpoint for packing: float32 tensors beside the codes, in the model's order."""
 
     def __init__(self, foreign: Checkpoint, format: SparseBitConfig) -> None:
         others = {name: foreign.others[name] for name in foreign.stored}
@@ -138,9 +138,9 @@ class _ToPack(Checkpoint):
 def _write_masters(
     foreign: Checkpoint, format: SparseBitConfig, out: Path, on_progress: OnProgress | None
 ) -> None:
-    """The folder `out` with float32 masters for the codes of another tool's checkpoint.
+    """Write the folder `out` with float32 masters for the codes of another tool's checkpoint.
 
-    Raises `UserError` for codes outside the format's pattern, and for scales that no masters have.
+    Raises `UserError` for codes outside the format's pattern, and for scales that masters cannot have.
     """
     import torch
 
@@ -185,7 +185,7 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
         raise UserError(
             f"layer {layer} has several scales, which masters cannot have: import it with --packed auto"
         )
-    # Above it the magnitudes, or the sum of which the mean is taken, would be infinite.
+    # Above `largest`, the magnitudes or the sum for their mean would be infinite.
     nonzero, size = int(ternary.codes.count_nonzero()), ternary.codes.numel()
     largest = torch.finfo(torch.float32).max * nonzero / size**2
     if nonzero and not SCALE_FLOOR <= ternary.weight_scale.item() <= largest:
@@ -202,8 +202,8 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
 def _ternary_of(
     master: "Tensor", format: SparseBitConfig, layer: str, expected: "Tensor | None" = None
 ) -> TernaryWeight:
-    """Codes and scale of a master. Raises `UserError` unless the codes are those `expected`, by default
-    the ones without the pattern: to mask what was trained without would make another model."""
+    """Return the codes and scale of a master. Raises `UserError` unless the codes equal `expected`, by
+    default those without the pattern: masking a model trained without a mask would change it."""
     import torch
 
     from sparse_bitnet.nn.selection import select
@@ -222,9 +222,9 @@ def _ternary_of(
 
 
 def masters_of(ternary: TernaryWeight) -> "Tensor":
-    """float32 masters from which ternary quantisation gives exactly these codes and this scale.
+    """Return float32 masters that ternary quantisation turns into exactly these codes and this scale.
 
-    All zero where all codes are; the scale then does not matter.
+    The masters are all zero if all codes are; the scale then does not matter.
     """
     import torch
 

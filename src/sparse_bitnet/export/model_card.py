@@ -62,14 +62,14 @@ def model_card(
 
 
 class TrainingRecord(NamedTuple):
-    """What a run folder tells about a checkpoint in it; empty for a checkpoint by itself."""
+    """Record of the run that a checkpoint belongs to; empty for a checkpoint outside a run folder."""
 
     config: dict[str, Any]
     """The run's TrainConfig as JSON."""
     result: dict[str, Any]
     """result.json, for the finished model only."""
     data_folder: Path | None
-    """Where the prepared data is, if it still is there."""
+    """Folder of the prepared data, if it is still there."""
 
 
 def read_record(folder: Path) -> TrainingRecord:
@@ -81,7 +81,7 @@ def read_record(folder: Path) -> TrainingRecord:
         result = _optional(folder.parent / "result.json") if config else {}
     name, places = config.get("data"), []
     if isinstance(name, str) and 0 < len(name) < 1000:
-        # Relative to where `train` ran, which is above the run wherever the export is made.
+        # The path may be relative to where `train` ran, which is a folder above the run.
         places = [Path(name), *(above / name for above in folder.resolve().parents)]
     data = next((place for place in places if (place / "manifest.json").is_file()), None)
     return TrainingRecord(config, result, data)
@@ -139,7 +139,7 @@ def _training_rows(record: TrainingRecord) -> list[Row]:
 
 
 def _data(folder: Path | None) -> str:
-    """What the settings of prepared data say of its source."""
+    """Return the source of prepared data, from the settings in its manifest."""
     manifest = _optional(folder / "manifest.json") if folder else {}
     facts = []
     for key, value in manifest.get("settings", {}).get("source", {}).items():
@@ -152,5 +152,5 @@ def _data(folder: Path | None) -> str:
 
 
 def gguf_file_name(format: str) -> str:
-    """The file inside a GGUF export's folder."""
+    """Return the name of the file inside a GGUF export's folder."""
     return f"model-{format.removeprefix('gguf-').upper()}.gguf"

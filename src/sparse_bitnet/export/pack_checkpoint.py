@@ -11,7 +11,7 @@ model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes]
 config.json         the model's, with quant_method "sparse_bitnet_packed"
 generation files, copied; the tokenizer, the same in an order that is read faster
 
-Importing this module imports no torch: what comes as arrays is packed without it.
+Importing this module does not import torch: arrays are packed without it.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ PACKED_HELD = (
 
 @dataclass(frozen=True, kw_only=True)
 class PackResult:
-    """What was written."""
+    """Result of packing a checkpoint."""
 
     folder: Path
     metadata: PackedMetadata
@@ -88,12 +88,12 @@ def pack_checkpoint(
     """Write the packed form of a trained checkpoint, one tensor in memory at a time.
 
     Args:
-        source: run folder or model folder of a ternary model, or one that is open.
+        source: run folder or model folder of a ternary model, or an open `Checkpoint`.
         out: folder to write; must not exist or be empty.
         format: a name in `formats.FORMATS`, or "auto" (`formats.auto_format`).
-        embeddings: "bf16", "int8" (one scale a row), "float32" to keep them as trained, "ternary" where
-            they are; "auto" that or bf16.
-        progress: told the weights done and in all, after every tensor.
+        embeddings: "bf16", "int8" (one scale a row), "float32" to keep them as trained, "ternary" if they
+            are; "auto" is ternary if they are, else bf16.
+        progress: called with (weights done, weights in all) after every layer.
 
     Raises `UserError` for a source that cannot be packed or read, a format that does not hold its
     layers, an `out` that is in use, or a full disk. Nothing is then left behind.
@@ -107,14 +107,14 @@ def pack_checkpoint(
     for name, (_, in_features) in metadata.layers.items():
         check_layout(metadata.packed_format, metadata.pattern, in_features, name)
     with atomic_folder(out) as folder:
-        # First: one that cannot be read should not show only after all weights.
+        # The tokenizer comes first: if it cannot be read, packing fails before the weights.
         if not checkpoint.write_tokenizer(folder):
             read_json_if_there(checkpoint.folder / "generation_config.json")
             copy_files(checkpoint.folder, folder, COPIED)
         _order_vocabulary(folder / "tokenizer.json")
         weight_bytes = _write_tensors(checkpoint, metadata, forms, folder / MODEL_FILE, progress)
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
-        # So that `evaluate` cuts texts as it does for the run, which the folder does not name.
+        # `evaluate` then uses the context length of the run, which the folder does not name.
         if (
             checkpoint.kind == "trained"
             and (length := checkpoint.trained_context_length) is not None
@@ -133,7 +133,7 @@ def pack_checkpoint(
 
 
 class PackedSize(NamedTuple):
-    """What a checkpoint takes in one format; the file's header, about 0.1 MB, is not counted."""
+    """Size of a checkpoint in one format, without the file's header of about 0.1 MB."""
 
     metadata: PackedMetadata
     weight_bytes: int
@@ -142,7 +142,7 @@ class PackedSize(NamedTuple):
 
 
 def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
-    """Sizes of a checkpoint in every format that can hold it, the default of `--format auto` first.
+    """Return sizes of a checkpoint in every format that can hold it, that of `--format auto` first.
 
     Arguments and errors are those of `pack_checkpoint`.
     """
@@ -169,15 +169,15 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
 
 
 Forms = dict[str, TableScales | str]
-"""How embedding and head, by name, are stored: ternary with such scales, or one of `EMBEDDINGS`."""
+"""Storage of embedding and head, by name: ternary with these scales, or one of `EMBEDDINGS`."""
 
 
 def _described(
     checkpoint: Checkpoint, format: str, embeddings: str
 ) -> tuple[PackedMetadata, Forms]:
-    """What "auto" stands for in the format and in the embeddings of a checkpoint.
+    """Resolve "auto" for a checkpoint; return its metadata and how embedding and head are stored.
 
-    Raises `UserError` where ternary embeddings are asked for and none is.
+    Raises `UserError` if ternary embeddings are requested and none is ternary.
     """
     forms: Forms = {}
     for name in checkpoint.embeddings if embeddings in ("auto", "ternary") else ():
@@ -214,12 +214,12 @@ def _write_tensors(
     path: Path,
     progress: OnProgress | None,
 ) -> int:
-    """Returns the bytes of packed weights with their scales."""
+    """Write all tensors; return the bytes of packed weights with their scales."""
     done, weight_bytes, specs = 0, 0, []
     for name, (rows, in_features) in metadata.layers.items():
         columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
         specs.append(TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns)))
-        # Of several, shape and type are settled when they are written.
+        # If a layer has several scales, their shape and type are set when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         specs.append(TensorSpec(f"{name}.weight_scale", *scales))
     as_stored = list(_specs_as_stored(checkpoint))
@@ -244,7 +244,7 @@ def _write_tensors(
 
 
 def _table_specs(checkpoint: Checkpoint, forms: Forms) -> Iterator[TensorSpec]:
-    """The tensors of embedding and head, and of their scales."""
+    """Yield the tensors of embedding and head, and of their scales."""
     for name, form in forms.items():
         rows, columns = checkpoint.others[name]
         if isinstance(form, TableScales):
@@ -258,7 +258,7 @@ def _table_specs(checkpoint: Checkpoint, forms: Forms) -> Iterator[TensorSpec]:
 
 
 def _specs_as_stored(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
-    """Tensors that are written as they were: biases, norms, linears that were left dense."""
+    """Yield tensors that are written unchanged: biases, norms, linears that were left dense."""
     for name, shape in checkpoint.others.items():
         if name not in checkpoint.embeddings:
             yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], shape)
@@ -286,8 +286,8 @@ def _write_table(
 
 
 def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """int8 codes [rows, columns], a row's as `quantize_int8` makes a token's; appends the float32
-    scales [rows, 1] to `scales`."""
+    """Yield int8 codes [rows, columns], a row quantised as `quantize_int8` does a token; append the
+    float32 scales [rows, 1] to `scales`."""
     for piece in pieces:
         values = _floats(piece)
         largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))
@@ -296,12 +296,12 @@ def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np
 
 
 def _floats(piece: Any) -> np.ndarray:
-    """A tensor's or an array's values, float32."""
+    """Return the values of a tensor or an array as float32."""
     return piece if isinstance(piece, np.ndarray) else piece.float().numpy()
 
 
 def _rounded(piece: Any) -> np.ndarray:
-    """The nearest bfloat16: its bits, as uint16."""
+    """Round to the nearest bfloat16; return its bits as uint16."""
     values = _floats(piece)
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
@@ -309,8 +309,8 @@ def _rounded(piece: Any) -> np.ndarray:
 
 
 def _order_vocabulary(path: Path) -> None:
-    """Sorts the words of a byte-pair tokenizer and writes each merge as one string: `tokenizers`, which
-    makes a tree of the words, opens Qwen2.5's a fifth faster. Other tokenizers stay as they are."""
+    """Sort the words of a byte-pair tokenizer and write each merge as one string: `tokenizers`, which
+    makes a tree of the words, opens Qwen2.5's a fifth faster. Other tokenizers stay unchanged."""
     content = read_json_if_there(path)
     match content.get("model"):
         case {"type": "BPE", "vocab": dict(vocab), "merges": list(merges)}:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading what was written back and comparing it with the trained model.
+"""Verification of an export: load it back and compare it with the trained model.
 
 An export is loaded with its real reader: transformers with whatever package the format needs, or
 llama.cpp through llama-cpp-python. Compared are the token ids of a text with everything awkward in it,
@@ -44,11 +44,11 @@ PERPLEXITY_BOUND = 0.01
 """Largest relative difference of perplexity, for every format."""
 
 LOGIT_BOUND = 0.03
-"""Largest error of logits, in nats, times the root of the number of blocks: each rounds anew, and
-independent errors add in squares. A trained model of 4 blocks showed 0.003."""
+"""Largest logit error in nats, before it is multiplied by the root of the number of blocks: each block
+rounds, and independent errors add in squares. A trained model of 4 blocks showed 0.003."""
 
 EXACT_BOUND = 0.002
-"""The same for bitnet with f32 embeddings, which rounds nothing that training did not: 0.0006 there."""
+"""`LOGIT_BOUND` for bitnet with f32 embeddings, which adds no rounding; 4 blocks showed 0.0006."""
 
 PARAGRAPH = """The quick brown fox can't jump 1,234.5 times over the lazy dog -- she'll try again at \
 10:45, won't she?  "Quotes", (brackets) and [more] {braces}; semi-colons: all\tof them.
@@ -74,7 +74,7 @@ _NEEDED = {
 
 
 def absent_reader(format: str) -> str | None:
-    """What to install before an export to `format` can be loaded back; None: all is there."""
+    """Return a message that names the package missing for reading `format`, or None."""
     for prefix, (module, package) in _NEEDED.items():
         if format.startswith(prefix) and importlib.util.find_spec(module) is None:
             return f"{package}, which reads {format}, is not installed (pip install {package})"
@@ -120,7 +120,7 @@ class TransformersReader:
             return self._tokenizer(text, add_special_tokens=False).input_ids
 
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:
-        """float32 [len(tokens), vocabulary]: of the token after each."""
+        """Return log-probabilities of the token after each one, float32 [len(tokens), vocabulary]."""
         # transformers compiles parts of its bitnet layer, which needs a C++ compiler on a CPU.
         with torch.compiler.set_stance("force_eager"):
             logits = _logits(self._model, torch.from_numpy(tokens.astype(np.int64))[None])
@@ -151,7 +151,7 @@ class LlamaCppReader:
         return self._model.tokenize(text.encode(), add_bos=False, special=False)
 
     def log_probabilities(self, tokens: np.ndarray) -> Tensor:
-        """float32 [len(tokens), vocabulary]: of the token after each."""
+        """Return log-probabilities of the token after each one, float32 [len(tokens), vocabulary]."""
         self._model.reset()
         self._model.eval([int(token) for token in tokens])
         return torch.log_softmax(torch.from_numpy(self._model.scores[: len(tokens)]).clone(), -1)
@@ -175,29 +175,29 @@ class Verification:
     text: str
     """Name of the text."""
     tokens: int
-    """Next tokens compared."""
+    """Number of next tokens compared."""
     same_token_ids: bool
-    """Of `PARAGRAPH`, by the reader's tokenizer and by ours."""
+    """Whether the reader's tokenizer and ours give the same ids for `PARAGRAPH`."""
     mean_difference: float
     """Nats: mean over tokens of |log p(next token) - ours|."""
     largest_difference: float
-    """Nats, of one token."""
+    """Largest |log p(next token) - ours| of a token, in nats."""
     same_best_token: float
     """Share of positions with the same most probable token."""
     perplexity: float
-    """Of the trained model."""
+    """Perplexity of the trained model."""
     export_perplexity: float
     bound: float
     """Largest `mean_difference` that passes."""
 
     @property
     def perplexity_difference(self) -> float:
-        """Relative to the trained model's."""
+        """Difference of the export's perplexity from the trained model's, relative to the latter."""
         return self.export_perplexity / self.perplexity - 1
 
     @property
     def failures(self) -> list[str]:
-        """What is out of bounds, one phrase each."""
+        """List all that is out of bounds, one phrase each."""
         failures = []
         if not self.same_token_ids:
             failures.append("other token ids")
@@ -213,7 +213,7 @@ class Verification:
         return failures
 
     def rows(self) -> list[Row]:
-        """For a table: what was compared, and how it differs, with the bound in brackets."""
+        """Return table rows: what was compared, and how it differs, with the bound in brackets."""
         return [
             ("reader", self.reader),
             ("text", f"{self.text}, {self.tokens:,} next tokens"),
@@ -238,7 +238,7 @@ def verify(
 ) -> Verification:
     """Compare the export in `out` with the trained model; the reader must be installed.
 
-    The two models are in memory one after the other. `text` is of `text_to_verify`; `on_progress` is
+    The two models are in memory one after the other. `text` comes from `text_to_verify`; `on_progress` is
     called with the tokens scored so far, by both, and in all. Raises `UserError` when the reader refuses
     the export.
     """
@@ -283,7 +283,7 @@ def verify(
 
 
 def text_to_verify(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray, str]:
-    """Tokens to score and the name of their text. Raises `UserError` for an unusable one."""
+    """Return tokens to score and the name of their text. Raises `UserError` for an unusable one."""
     record = read_record(source.folder)
     data = config.text or record.data_folder
     if data is None:
@@ -304,9 +304,9 @@ def _score(
     context_length: int,
     on_tokens: Callable[[int], None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token but the first: its log-probability, float64; the most probable token in its place;
-    and the length of the gradient of its log-probability in the logits, from 0 where it is certain to 1
-    where nothing is probable."""
+    """Return for each token but the first: its log-probability, float64; the most probable token in its
+    place; and the norm of the gradient of its log-probability with respect to the logits, from 0 where it
+    is certain to 1 where nothing is probable."""
     of_next, best, sensitivity = [], [], []
     for start in range(0, len(tokens) - 1, context_length):
         piece = tokens[start : start + context_length + 1].astype(np.int64)
@@ -334,7 +334,7 @@ class PackCheck:
 
 
 def check_packed(source: str | Path, packed: str | Path) -> PackCheck:
-    """Compare the two in the dtype of the trained model, one in memory at a time.
+    """Compare the logits in the dtype of the trained model, one model in memory at a time.
 
     Raises `UserError` when either cannot be loaded or the trained one's logits are not finite.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ternary codes as GGUF blocks, of llama.cpp and what is built on it.
+"""GGUF blocks of ternary codes, of llama.cpp and the tools built on it.
 
 A block is a run of 32 to 256 codes of one row, with its scale d in float16. Written are TQ1_0, TQ2_0,
 Q2_0, Q8_0, all blocks of a matrix with the same scale, so codes survive exactly and the scale to
@@ -66,7 +66,7 @@ class BlockType:
     """Inverse of `encode`; None where codes are not read."""
     scale_first: bool = False
     scale_of: str = "block"
-    """What has a scale of its own: each block, each row (in front), or the matrix (behind)."""
+    """Unit with a scale of its own: each "block", each "row" (in front), or the "matrix" (behind)."""
     scale_dtype: str = "<f2"
 
     def tensor_bytes(self, rows: int, columns: int) -> int:
@@ -104,7 +104,7 @@ class BlockType:
         """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16.
 
         Args:
-            weight_scale: of the matrix, or [rows, groups] whose groups are whole blocks.
+            weight_scale: one for the matrix, or [rows, groups] with groups of whole blocks.
         """
         rows, columns = codes.shape
         scale = np.atleast_2d(np.asarray(weight_scale, "<f2"))
@@ -156,8 +156,8 @@ def _five_of_a_byte(packed: np.ndarray, count: int) -> np.ndarray:
 
 
 def _encode_fields(t: np.ndarray, run: int, step: int = 1) -> np.ndarray:
-    """Two bits a code: of every four runs of `run` codes the first one in the lowest bits of as many
-    bytes, with `step` -1 in the highest."""
+    """Pack two bits a code: of every four runs of `run` codes the first one goes into the lowest bits of
+    as many bytes, with `step` -1 into the highest."""
     t = t.reshape(len(t), -1, 4, run)[:, :, ::step]
     joined = t[:, :, 0] | t[:, :, 1] << 2 | t[:, :, 2] << 4 | t[:, :, 3] << 6
     return joined.reshape(len(t), -1)
@@ -175,7 +175,7 @@ def _fields(run: int, step: int = 1) -> tuple[Encode, Encode]:
 
 
 def in_arm_order(values: np.ndarray) -> np.ndarray:
-    """Values [..., 128] by the codes of an I2_S block -> in the order in which those of ARM come."""
+    """Reorder values [..., 128] of an I2_S block's codes into the order in which ARM stores them."""
     parts = values.reshape(*values.shape[:-1], 4, 2, 16)
     return parts.swapaxes(-3, -2).reshape(values.shape)
 
@@ -206,7 +206,7 @@ Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, lambda t: t - np.uint8(1), scale_first=Tr
 F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
 I2_S = BlockType("I2_S", 36, 40, 128, 32, *_fields(32, -1), scale_of="matrix", scale_dtype="<f4")
 I2_S_ARM = dataclasses.replace(I2_S, name="I2_S of ARM", decode=_fields(16, -1)[1])
-"""As builds of bitnet.cpp for ARM write it, under the same number and size."""
+"""I2_S as bitnet.cpp for ARM writes it, under the same number and size."""
 BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S)}
 
 READ_TYPES = (
@@ -224,6 +224,6 @@ READ_TYPES = (
 
 
 def block_for(columns: int, wanted: BlockType) -> BlockType:
-    """The type in which rows of this many codes are stored where `wanted` is the choice."""
+    """Return the type that stores rows of this many codes: `wanted`, or the next one that they fill."""
     types = (wanted, Q8_0, F16) if wanted is I2_S else (wanted, Q2_0, Q8_0, F16)
     return next(block for block in types if columns % block.codes == 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a packed checkpoint says of itself, in its tensor file and in its config.json."""
+"""Metadata of a packed checkpoint, in its tensor file and in its config.json."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,9 @@ from sparse_bitnet.pattern import NMPattern
 QUANT_METHOD = "sparse_bitnet_packed"
 
 EMBEDDINGS = ("bf16", "int8", "float32", "ternary")
-"""How embedding and output head are stored: int8 with a float32 scale for each row; ternary as rows of i2
-with a scale for every group of weights (`formats.SCALE_GROUPS`), and beside one the other in bfloat16
-where it is not ternary."""
+"""Storage of embedding and output head: int8 with a float32 scale for each row; ternary as rows of i2
+with a scale for every group of weights (`formats.SCALE_GROUPS`). If only one of the two is ternary, the
+other is stored in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PackedMetadata:
     """A name in `formats.FORMATS`."""
 
     format: SparseBitConfig
-    """Of the trained layers; its pattern is the packed one."""
+    """Training format of the layers; its pattern is that of the packed codes."""
 
     embeddings: str
     """One of `EMBEDDINGS`."""
@@ -35,20 +35,20 @@ class PackedMetadata:
 
     @property
     def pattern(self) -> NMPattern:
-        """Of the packed codes."""
+        """Pattern of the packed codes."""
         return self.format.pattern
 
     @property
     def weights(self) -> int:
-        """How many ternary weights there are."""
+        """Number of ternary weights."""
         return sum(rows * columns for rows, columns in self.layers.values())
 
     def table_form(self, dtype: str | None) -> str:
-        """Of `EMBEDDINGS`, that of an embedding or head whose dtype in the file is this."""
+        """Return how an embedding or head is stored, one of `EMBEDDINGS`, from its dtype in the file."""
         return "bf16" if (self.embeddings, dtype) == ("ternary", "BF16") else self.embeddings
 
     def to_json(self) -> dict[str, Any]:
-        """The form in the tensor file."""
+        """Return the metadata as the tensor file stores it."""
         return {
             "version": VERSION,
             "packed_format": self.packed_format,
@@ -59,12 +59,12 @@ class PackedMetadata:
         }
 
     def config_entry(self) -> dict[str, Any]:
-        """The `quantization_config` of config.json."""
+        """Return the `quantization_config` of config.json."""
         values = {"quant_method": QUANT_METHOD, **self.to_json()}
         return {key: value for key, value in values.items() if key != "layers"}
 
     def check_config_entry(self, entry: dict[str, Any], where: str) -> None:
-        """Raise `UserError` where a `quantization_config` says something else than the tensor file."""
+        """Raise `UserError` if a `quantization_config` contradicts the tensor file."""
         own = self.config_entry()
         for key in sorted(own.keys() | entry.keys()):
             if entry.get(key) != own.get(key):

@@ -36,11 +36,11 @@ Bytes = np.ndarray
 
 
 class DamagedBytes(Exception):
-    """Bytes to which no matrix of codes is packed. The message says why."""
+    """Raised for bytes to which no matrix of codes is packed. The message says why."""
 
 
 class _Planes(NamedTuple):
-    """How a format of planes makes a byte of the codes that share it."""
+    """Tables of a format of planes: from the codes that share a byte to the byte, and back."""
 
     block_weights: int
     """Weights of a whole block."""
@@ -49,7 +49,7 @@ class _Planes(NamedTuple):
     byte: Bytes
     """[3^planes]: the byte of a number whose base-3 digits, one a plane, are code + 1."""
     codes: np.ndarray
-    """int8 [planes, 256]: the code of each plane in a byte, 2 in bytes that stand for nothing."""
+    """int8 [planes, 256]: the code of each plane in a byte, 2 in bytes that are invalid."""
 
 
 def _planes(block_weights: int, plane_bytes: Callable[[int], int], byte: Bytes) -> _Planes:
@@ -138,8 +138,8 @@ def _words_of_bits(bits: Bytes) -> np.ndarray:
 
 
 def _words_of_groups(coded: NMPattern, groups: int) -> list[tuple[slice, int, int]]:
-    """The groups of a row that lie in words of the same size, with groups and bits of such a word: all
-    whole words, then the last one, which may have fewer groups."""
+    """Return the groups of a row by size of their word, with groups and bits of a word: first all whole
+    words, then the last one, which may have fewer groups."""
     per_word = nm_enum_groups_per_word(coded)
     whole = groups - groups % per_word
     parts = ((slice(0, whole), per_word), (slice(whole, groups), groups - whole))
@@ -256,7 +256,7 @@ def _codes_of_numbers(numbers: np.ndarray, coded: NMPattern) -> np.ndarray:
 
 
 def _pack_nm_sign(codes: np.ndarray, pattern: NMPattern) -> Bytes:
-    """Of codes with n non-zeros in every group."""
+    """Pack codes that have n non-zeros in every group."""
     coded = coded_pattern(pattern)
     place_bits, sets = nm_sign_place_bits(coded), _sets(coded)
     by_place = codes.reshape(len(codes), -1, coded.m)
@@ -303,4 +303,4 @@ ROWS: dict[str, tuple[Callable[..., Bytes], Callable[..., np.ndarray]]] = {
     "nm-enum": (_pack_nm_enum, _unpack_nm_enum),
     "nm-sign": (_pack_nm_sign, _unpack_nm_sign),
 }
-"""By format, what packs (codes, pattern) and what unpacks (bytes, pattern, in_features)."""
+"""Format -> functions that pack (codes, pattern) and unpack (bytes, pattern, in_features)."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a packed checkpoint: safetensors, read without trust and written without holding it.
+"""Tensor file of a packed checkpoint: safetensors, read without trust and written piece by piece.
 
-Importing this module imports no torch: arrays are written as well as torch's tensors.
+Importing this module imports no torch: arrays and torch's tensors can both be written.
 
 Any safetensors reader opens the file. Beyond that format it carries, in `__metadata__`,
 
@@ -61,8 +61,8 @@ _CRC_KEY = b'"header_crc32":"'
 _UNKNOWN_CRC = "00000000"
 
 _ALIGNMENT = 64
-"""Of the first tensor of one byte a value, and so of those behind it that have whole cache lines: an
-engine can multiply them where they lie (weight_memory.py)."""
+"""Alignment in bytes of the first tensor with one byte a value, and so of those behind it that fill whole
+cache lines: an engine can multiply them in place (weight_memory.py)."""
 
 _HEADER_ALIGNMENT = 8
 
@@ -88,7 +88,7 @@ class TensorFile:
     """A packed checkpoint's file, mapped into memory, its header checked.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         metadata: what the writer was given, plus "crc32".
         entries: the tensors by name.
     """
@@ -130,7 +130,7 @@ class TensorFile:
         return flat.view(dtype).view(entry.shape)
 
     def checked(self, name: str) -> "Tensor":
-        """As `tensor`, compared with its checksum. Raises `UserError` that names a damaged one."""
+        """Return a tensor whose checksum matches. Raises `UserError` naming a damaged one."""
         self.verify_tensor(name)
         return self.tensor(name)
 
@@ -140,7 +140,7 @@ class TensorFile:
         return self._data[entry.begin : entry.end]
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor as an array in memory of its own; of bfloat16 its bits, as uint16."""
+        """Return a tensor as an array in memory of its own; bfloat16 comes as its bits in uint16."""
         entry = self.entries[name]
         dtype = np.uint16 if entry.dtype == "BF16" else np.dtype(DTYPES[entry.dtype])
         return np.array(self._bytes(name)).view(dtype).reshape(entry.shape)
@@ -178,7 +178,7 @@ class TensorFile:
 
 
 def _with_crc(header: bytes, crc32: str) -> bytes:
-    """A header with another checksum in the place of its own."""
+    """Return a header with another checksum in the place of its own."""
     at = header.find(_CRC_KEY) + len(_CRC_KEY)
     return header[:at] + crc32.encode() + header[at + len(crc32) :]
 
@@ -186,7 +186,7 @@ def _with_crc(header: bytes, crc32: str) -> bytes:
 def _entry(
     name: str, data_begin: int, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Entry:
-    """A tensor as a header describes it. Raises `ValueError`, naming it, for what describes none."""
+    """Return the tensor that a header describes. Raises `ValueError`, naming it, if it is invalid."""
     begin, end = data_offsets
     if len(shape) > _MOST_DIMENSIONS or not all(
         type(size) is int and 0 <= size <= _LARGEST_DIMENSION for size in (*shape, begin, end)
@@ -198,7 +198,7 @@ def _entry(
 
 
 Piece = Union["torch.Tensor", np.ndarray]
-"""Of bfloat16, an array holds the bits as uint16."""
+"""Part of a tensor's values; an array holds bfloat16 as its bits in uint16."""
 
 
 class TensorSpec(NamedTuple):
@@ -206,9 +206,9 @@ class TensorSpec(NamedTuple):
 
     name: str
     dtype: Union["torch.dtype", str, None]
-    """torch's type or its name, for example "bfloat16"; None where it is settled on writing."""
+    """torch's type or its name, for example "bfloat16"; None if it is set on writing."""
     shape: tuple[int, ...]
-    """Of a tensor of unknown length, the largest possible one."""
+    """Shape of the tensor; the largest possible one if its length is unknown."""
 
     @property
     def key(self) -> str:
@@ -217,17 +217,17 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all its values."""
+        """Size of all its values, in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.key]
 
 
 class TensorFileWriter:
     """Writes tensors in any order, a piece at a time, without holding them.
 
-    Tensors of wider types lie first and then int8, each at the place its shape gives; uint8, and those
-    whose type is not announced, follow in the order in which they are written, and their shape is
-    settled only then. So all of announced types are aligned to them, as the format wants, and memory and
-    passes over the data stay at one.
+    Tensors of wider types come first and then int8, each at the place that its shape gives. uint8, and
+    those without an announced type, follow in the order in which they are written, which also settles
+    their shape. So all of announced types are aligned to them, as the format requires, and writing takes
+    one pass over the data.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ class TensorFileWriter:
         shape: tuple[int, ...] | None = None,
         dtype: Union["torch.dtype", str, None] = None,
     ) -> None:
-        """Write a tensor given as consecutive pieces; `shape`, `dtype`: where they were not announced."""
+        """Write a tensor given as consecutive pieces, with `shape` and `dtype` if not yet announced."""
         spec = self._specs[name]
         spec = spec._replace(dtype=spec.dtype or dtype, shape=shape or spec.shape)
         if name not in self._entries:

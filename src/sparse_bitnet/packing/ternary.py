@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ternary weights with their scales: the fewest scales that say the same, and those of plain floats.
+"""Ternary weights with their scales: reduced to the fewest scales, or read from plain floats.
 
-Many models are published as floats in which each run of a row holds only 0 and +s and -s. What is read
-from them is exact or nothing. Arrays and torch's tensors alike; importing this module imports no torch.
+Many models are published as floats in which each run of a row holds only 0 and +s and -s. They are read
+exactly or not at all. Arrays and torch's tensors are accepted; importing this module imports no torch.
 """
 
 import math
@@ -37,7 +37,7 @@ class TernaryWeight(NamedTuple):
 
 
 def _library(values: Values) -> Any:
-    """numpy or torch, in the functions that have one name and meaning in both."""
+    """Return numpy or torch; callers use functions with one name and meaning in both."""
     if isinstance(values, np.ndarray):
         return np
     import torch
@@ -46,13 +46,13 @@ def _library(values: Values) -> Any:
 
 
 def with_fewest_scales(codes: Values, scales: Values, layer: str) -> TernaryWeight:
-    """Codes with scales [out_features or 1, runs of a row], as few of them as give the same weights:
-    one, one a row, or one for a count of `SCALE_GROUPS`.
+    """Reduce scales [out_features or 1, runs of a row] to the fewest that give the same weights: one in
+    all, one a row, or one for each group of a size in `SCALE_GROUPS`.
 
-    The scale of codes that are all zero does not matter; it comes back as 0, as 1 for a whole matrix.
+    The scale of codes that are all zero does not matter; it is returned as 0, as 1 for a whole matrix.
 
-    Raises `UserError`, naming the layer, for codes above 1, scales that are not finite, and runs that are
-    no such count.
+    Raises `UserError`, naming the layer, for codes above 1, scales that are not finite, and group sizes
+    that are not covered.
     """
     library = _library(codes)
     low, high = codes.min(), codes.max()
@@ -88,8 +88,8 @@ def with_fewest_scales(codes: Values, scales: Values, layer: str) -> TernaryWeig
 
 
 def ternary_of_floats(weight: Values, layer: str) -> TernaryWeight | None:
-    """Codes and scales of a float matrix, exact; None where some run of a row has more than three values,
-    0 and +s and -s. Raises `UserError`, naming the layer, for values that are not finite."""
+    """Return exact codes and scales of a float matrix; None if a run of a row has values other than 0, +s
+    and -s. Raises `UserError`, naming the layer, for values that are not finite."""
     library = _library(weight)
     rows, columns = weight.shape
     run = next((g for g in SCALE_GROUPS if columns % g == 0), columns)
@@ -105,17 +105,17 @@ def ternary_of_floats(weight: Values, layer: str) -> TernaryWeight | None:
 
 
 class TableScales(NamedTuple):
-    """How the scales of a ternary table are kept."""
+    """Storage of the scales of a ternary table."""
 
     group: int
-    """Weights of a row that share one, of `SCALE_GROUPS`."""
+    """Number of weights of a row that share a scale, one of `SCALE_GROUPS`."""
     dtype: str
     """float16, bfloat16 or float32: the shortest that holds them all."""
 
 
 def table_scales(pieces: Iterable[TernaryWeight | None], columns: int) -> TableScales | None:
-    """What holds the scales of all pieces of a table, rows of `columns`, exactly; None where one is not
-    ternary, or rows have no groups of `SCALE_GROUPS`."""
+    """Return the storage that holds the scales of all pieces of a table, rows of `columns`, exactly; None
+    if a piece is not ternary, or rows have no groups of `SCALE_GROUPS`."""
     group = max((size for size in SCALE_GROUPS if columns % size == 0), default=None)
     is_half = is_brain = True
     for piece in pieces:
@@ -131,7 +131,7 @@ def table_scales(pieces: Iterable[TernaryWeight | None], columns: int) -> TableS
 
 
 def scales_of_groups(piece: TernaryWeight, kept: TableScales) -> np.ndarray:
-    """A piece's scales as a table keeps them: [rows, groups], of bfloat16 the bits."""
+    """Return a piece's scales [rows, groups] as the table stores them; bfloat16 as bits in uint16."""
     (rows, columns), scales = piece.codes.shape, _float32(piece.weight_scale)
     scales = np.broadcast_to(scales, (rows, scales.shape[1]))
     scales = scales.repeat(columns // kept.group // scales.shape[1], 1)
@@ -141,13 +141,13 @@ def scales_of_groups(piece: TernaryWeight, kept: TableScales) -> np.ndarray:
 
 
 def _float32(scales: Values) -> np.ndarray:
-    """Those of a matrix as [rows or 1, groups or 1]."""
+    """Return a matrix's scales as float32 [rows or 1, groups or 1]."""
     values = scales if isinstance(scales, np.ndarray) else scales.float().numpy()
     return np.ascontiguousarray(np.atleast_2d(values.astype(np.float32, copy=False)))
 
 
 def _common(scales: Values, matters: Values) -> Values:
-    """[parts, runs] -> the scale that all runs of a part share, [parts]; None where some differ."""
+    """Return the scale that all runs of each part share, [parts], or None if some differ."""
     highest = _library(scales).amax(scales * matters, 1)
     same = (scales == highest[:, None]) | ~matters
     return highest if same.all() else None
