@@ -34,8 +34,8 @@ def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def library_errors_as(failure: str) -> Iterator[None]:
-    """What a library raises inside, which over bad values is anything, becomes a `UserError`: `failure`,
-    then the reason. Panics of tokenizers are no `Exception`."""
+    """Turn any exception that a library raises inside into a `UserError`: `failure`, then the reason. Bad
+    values can raise anything; panics of tokenizers are no `Exception`."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):

@@ -56,7 +56,7 @@ def _cpu_quotas() -> list[float]:
 
 
 def cpu_info() -> dict[str, str]:
-    """What Linux says of its last processor, by field of /proc/cpuinfo; empty elsewhere."""
+    """Return the fields of the last processor in /proc/cpuinfo, by name; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -74,7 +74,7 @@ def most_open_files() -> int | None:
 
 
 def limit_memory(most_bytes: int) -> None:
-    """Of this process, all addresses, and no core dump. Windows and macOS have no such limit."""
+    """Limit this process's address space, and forbid core dumps. Windows and macOS have no such limit."""
     if resource is None:
         return
     for kind, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CORE, 0)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Sparse-BitLinear computes: one of the paper's cells or ablations, or what was registered beside
-them. Free of torch."""
+"""The configuration of a Sparse-BitLinear: one of the paper's cells or ablations, or a registered
+variant. Free of torch."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ REGISTERED = {
 _IN_TEXT = ("activation", *CHOICES, "score", "quantizer", "schedule")
 
 OPTIONS = (*(name for name in _IN_TEXT if name != "weight"), "dense_layers")
-"""What the text form may carry after the pattern."""
+"""Fields that the text form may set after the pattern."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class SparseBitConfig:
     """Ternary codes times one scale, or the master weights as they are."""
 
     pattern: NMPattern = NMPattern(6, 8)
-    """Which n of m weights are kept; 8:8 (any n == m) is dense."""
+    """N:M pattern: n of every m weights are kept; 8:8 (any n == m) is dense."""
 
     score: str = REGISTERED["score"]
-    """What ranks the weights of a group: magnitude, wanda, sr-ste, s-ste, random, or one registered."""
+    """Score that ranks a group's weights: magnitude, wanda, sr-ste, s-ste, random or a registered one."""
 
     quantizer: str = REGISTERED["quantizer"]
     """How weights become codes and scales: absmean, absmax, per-channel, per-group, twn, binary, or one
@@ -122,7 +122,7 @@ class SparseBitConfig:
         return all(getattr(self, kind) == REGISTERED[kind] for kind in ("score", "quantizer"))
 
     def variant(self, kind: str) -> Variant:
-        """What one of the fields `REGISTERED` names."""
+        """Return the variant that one of the fields in `REGISTERED` names."""
         return find(kind, getattr(self, kind))
 
     def keeps_dense(self, name: str) -> bool:
@@ -220,15 +220,15 @@ _PAPER = {field: values[0] for field, values in CHOICES.items()} | REGISTERED
 
 @dataclass(kw_only=True)
 class DenseLayersOption:
-    """What every command with a format or a pattern takes besides it."""
+    """Option of every command that has a format or a pattern."""
 
     dense_layers: str = ""
-    """Layers that stay ordinary linear ones: globs over their names, joined by commas, as
+    """Layers to keep as ordinary linear layers: globs over their names, separated by commas, for example
     down_proj,layers.0.*"""
 
     @property
     def dense_globs(self) -> tuple[str, ...]:
-        """As `SparseBitConfig.dense_layers`. Raises `UserError` for an empty one."""
+        """Return the globs of `SparseBitConfig.dense_layers`. Raises `UserError` for an empty one."""
         return _globs(self.dense_layers.replace(",", "+")) if self.dense_layers else ()
 
     def with_dense_layers(self, format: str) -> SparseBitConfig:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and with what a number was measured: what stands beside every published result."""
+"""The hardware and software of a measurement, stored with every published result."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ def provenance() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package and those it computes with."""
+    """Return the versions of Python, this package and the packages it computes with."""
     found = {"sparse-bitnet": sparse_bitnet.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

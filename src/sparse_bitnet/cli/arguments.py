@@ -31,7 +31,7 @@ OutArgument = Annotated[str, Positional("OUT")]
 HIDDEN = "no option"
 """Mark of a field that the command line does not set."""
 APPENDED = "one value each time the option is given"
-"""Mark of a tuple; options of others take several values each time."""
+"""Mark of a tuple with one value per option given; other tuples take several values each time."""
 
 _ELSEWHERE = {
     **{"-m": ("CHECKPOINT", "--model"), "--model": ("CHECKPOINT",), "-o": ("--out",)},
@@ -43,11 +43,11 @@ _ELSEWHERE = {
     **{"--lr": ("--learning-rate",), "--epochs": ("--steps",), "--max-steps": ("--steps",)},
     **{"--output": ("--out",), "--output-dir": ("--out",)},
 }
-"""Options of llama.cpp and transformers, and those of ours that may be meant."""
+"""Options of llama.cpp and transformers, each with the options of ours that it may mean."""
 _TAKES_SHORT = ("generate", "chat", "serve", "bench")
-"""Commands that read those of one letter, and --model, as llama.cpp does."""
+"""Commands that read llama.cpp's one-letter options, and --model."""
 _MAY_BE_EMPTY = ("prompt", "system", "stop", "regex", "dense_layers", "api_key")
-"""Others that are empty are a shell's unset variable."""
+"""Options that may be empty; an empty value of any other is taken for a shell's unset variable."""
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -64,7 +64,7 @@ class _Argument:
     name: str
     hint: Any
     default: Any
-    """`MISSING`: it has to be given."""
+    """Default value; `MISSING`: the argument is required."""
 
     def __post_init__(self) -> None:
         annotated = get_origin(self.hint) is Annotated
@@ -201,7 +201,7 @@ def command(verb: str) -> Callable[[Callable[..., None]], Callable[[list[str]], 
 
 
 def _arguments(owner: Any, default: Any = None) -> Iterator[_Argument]:
-    """Those of a dataclass, or of a function and of the dataclasses among its parameters."""
+    """Yield the arguments of a dataclass, or of a function and the dataclasses in its parameters."""
     if isinstance(owner, type):
         defaults = {
             field.name: field.default
@@ -230,7 +230,7 @@ def _built(kind: Any, values: dict[str, Any], default: Any = None) -> Any:
 
 
 def _short(known: list[_Argument], prog: str) -> dict[str, str]:
-    """What llama.cpp's options stand for in a command that reads them."""
+    """Return the llama.cpp options that a command reads, each with the option that it stands for."""
     names = [each.shown for each in known] if prog.split()[-1] in _TAKES_SHORT else []
     found = {
         word: next((ours for ours in meant if ours in names), "")
@@ -285,8 +285,8 @@ def _help_text(argument: _Argument) -> str:
 
 @functools.cache
 def _documentation(owner: Any) -> dict[str, str]:
-    """What a docstring says of a function's parameters, or the text below each field of a dataclass;
-    "": of the whole."""
+    """Return the help text of each parameter of a function, or each field of a dataclass, by name. The
+    key "" holds the text of the whole."""
     text, _, listed = (inspect.getdoc(owner) or "").partition("\n\nArgs:\n")
     entries = [entry.partition(":") for entry in re.split(r"\n(?=\S)", textwrap.dedent(listed))]
     found = {name: what for name, _, what in entries} | {"": text}

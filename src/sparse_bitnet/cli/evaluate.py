@@ -24,71 +24,71 @@ _TASK_TOKENS = 4096
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
-    """What to score, and how."""
+    """Text or tasks to score, and the settings of the evaluation."""
 
     data: str | None = None
-    """Folder written by `sparse-bitnet prepare` (its validation split), or a file or glob of a kind that
-    it reads (every document is scored)."""
+    """Text to score: a folder written by `sparse-bitnet prepare` (its validation split), or a file or
+    glob of a kind that `prepare` reads (every document)."""
 
     chat: bool = False
-    """The documents of --data are conversations, as for `prepare --chat`. What the assistant says is
-    scored, as it is of a folder of conversations."""
+    """Read the documents of --data as conversations, like `prepare --chat`, and score what the assistant
+    says. Folders of prepared conversations are always scored so."""
 
     tasks: Annotated[tuple[str, ...], APPENDED] = ()
-    """lm-eval tasks, groups or tags to score instead, joined by commas; `paper`: the paper's five
-    zero-shot tasks."""
+    """lm-eval tasks, groups or tags to score instead of --data, separated by commas; `paper`: the paper's
+    five zero-shot tasks."""
 
     include_path: str | None = None
-    """Folder of the paper's data sets as they were downloaded (FOLDER/hellaswag, FOLDER/ai2_arc,
-    FOLDER/piqa, FOLDER/super_glue), or of lm-eval task files (.yaml) of your own: no network needed."""
+    """Folder of the paper's downloaded data sets (FOLDER/hellaswag, FOLDER/ai2_arc, FOLDER/piqa,
+    FOLDER/super_glue), or of your own lm-eval task files (.yaml); no network is needed."""
 
     fewshot: int = 0
-    """Examples before each question of a task."""
+    """Number of examples before each question of a task."""
 
     limit: int | None = None
-    """Score only this many questions of each task, the first ones."""
+    """Number of questions to score per task, from the first; default: all."""
 
     context_length: int | None = None
-    """Tokens the model sees at once. Default: as in training, or 2048."""
+    """Context length in tokens. Default: as in training, or 2048."""
 
     stride: int | None = None
-    """Tokens between windows; below context-length windows overlap, and every token has at least
-    context-length minus stride tokens before it. Default: no overlap."""
+    """Tokens between windows. Below --context-length windows overlap, and every token has at least
+    --context-length minus --stride tokens before it. Default: no overlap."""
 
     batch_size: int = 8
-    """Windows per forward."""
+    """Windows per forward pass."""
 
     max_tokens: int = 0
-    """Score only this many tokens, the first ones; 0: all."""
+    """Number of tokens to score, from the first; 0: all."""
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """Compute type. auto: bf16 where the device has fast bf16 products."""
+    """Compute type. auto: bf16 if the device has fast bf16 matrix products, else float32."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
+    """Device to compute on."""
 
     engine: Literal["auto", "cpu", "transformers"] = "auto"
-    """cpu packs ternary models of other tools first; transformers runs anything that it can load. auto:
-    cpu for what is packed, where it can."""
+    """Engine to use. cpu: packed models, and ternary ones of other tools, which it packs first.
+    transformers: anything that it can load. auto: cpu for packed models that it can run."""
 
     threads: int | None = None
-    """Threads of the CPU engine. Default: one for each core."""
+    """Number of threads of the CPU engine. Default: one per core."""
 
     head: Literal["stored", "int8", "int4"] = "stored"
-    """Form of the output head in the CPU engine."""
+    """Output head format in the CPU engine."""
 
     kv_cache: Literal["float32", "float16", "int8", "int4"] = "float32"
-    """Form of cached keys and values in the CPU engine."""
+    """KV cache type in the CPU engine."""
 
     activations: Literal["auto", "token", "group"] = "auto"
-    """What shares a scale of int8 activations in the CPU engine: see `generate`."""
+    """Inputs that share one scale of int8 activations in the CPU engine: see `generate --help`."""
 
     column: str | None = None
-    """Column of the text in .jsonl, .json, .csv and .parquet files. Default: "text", of conversations
-    "messages"."""
+    """Column that holds the text in .jsonl, .json, .csv and .parquet files. Default: "text", or
+    "messages" for conversations."""
 
     json: str | None = None
-    """Also write the result to this file; of tasks, in lm-eval's form."""
+    """Write the result to this file too; for tasks, in lm-eval's form."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
@@ -113,7 +113,7 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
 
     Args:
         checkpoint: run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
-        config: what to score, and how.
+        config: text or tasks to score, and the settings.
     """
     if bool(config.tasks) == bool(config.data):
         raise UserError("give either --data, for perplexity, or --tasks")

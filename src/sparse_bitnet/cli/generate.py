@@ -28,30 +28,30 @@ HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(SamplingOptions):
-    """How a text goes on, and where it ends."""
+    """Sampling, stop strings and structured output of a text."""
 
     temperature: float = 0.8
-    """0 always takes the most likely token."""
+    """Sampling temperature; 0 always takes the most likely token."""
 
     top_p: float = 0.95
-    """Draw from the smallest set of most likely tokens that has this share of the probability."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
 
     logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
 
     stop: tuple[str, ...] = ()
-    """Strings that end the text."""
+    """Stop strings: the text ends before the first of them."""
 
     json_schema: str | None = None
-    """The text is JSON of this schema: a file, or the schema itself; {} for any JSON."""
+    """Structured output: JSON of this schema (a file, or the schema itself); {} for any JSON."""
 
     regex: str | None = None
-    """The text matches this regular expression as a whole."""
+    """Structured output: the whole text matches this regular expression."""
 
     grammar_file: str | None = None
-    """The text follows the rules in this file: GBNF as of llama.cpp, or llguidance's Lark."""
+    """Structured output: grammar file that the text follows, llama.cpp's GBNF or llguidance's Lark."""
 
     def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
-        """The same for a call."""
+        """Return these options as those of a call of `generate`."""
         from sparse_bitnet.generation.text_batches import GenerateOptions
 
         return GenerateOptions(max_new_tokens=max_new_tokens, stop=self.stop, sampling=self)
@@ -94,7 +94,7 @@ class SpeculationOptions:
             raise UserError("--draft guesses tokens: leave out --speculative-tokens 0")
 
     def open(self, model: "OpenModel", engine: EngineOptions) -> "Speculation | None":
-        """For one scheduler of this model; None where nothing is to be guessed.
+        """Return the speculation of one scheduler of this model; None if it has no draft tokens.
 
         Raises `UserError` for a draft model that does not fit, or that nothing could use.
         """
@@ -129,19 +129,19 @@ def _open_draft(folder: str, model: "OpenModel", engine: EngineOptions) -> "Infe
 
 @dataclass(kw_only=True)
 class GenerateConfig:
-    """What to continue."""
+    """The prompt, and the limits of its continuation."""
 
     prompt: str | None = None
-    """Text to continue. Without this and without prompt-file: what is piped in."""
+    """Text to continue. Default: --prompt-file, else standard input."""
 
     prompt_file: str | None = None
-    """File with the text to continue; - is standard input."""
+    """File with the text to continue; - reads standard input."""
 
     max_tokens: int = 64
-    """Maximum number of tokens to add."""
+    """Maximum number of tokens to generate."""
 
     stats: bool = False
-    """Print tokens a second at the end, on standard error."""
+    """Print tokens per second at the end, on standard error."""
 
     def read_prompt(self) -> str:
         """The prompt, wherever it comes from."""
@@ -167,10 +167,10 @@ def main(
     Args:
         checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
             hub id.
-        config: what to continue.
-        text: how it goes on, and where it ends.
-        speculation: what is guessed ahead of it.
-        engine: what computes it.
+        config: the prompt, and the limits of its continuation.
+        text: sampling, stop strings and structured output.
+        speculation: limits of the draft tokens.
+        engine: the engine that computes the text.
     """
     from sparse_bitnet.generation.open_model import open_model
 
@@ -207,7 +207,7 @@ def main(
 
 
 def _read_text(option: str, path: str) -> str:
-    """What a file holds, or standard input ("-"). Raises `UserError` that names the option."""
+    """Return the text of a file, or of standard input ("-"). Raises `UserError` that names the option."""
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -231,16 +231,16 @@ def _print_statistics(text: "Generation", engine_name: str) -> None:
 
 @dataclass(kw_only=True)
 class ChatConfig:
-    """The conversation."""
+    """Options of the conversation."""
 
     system: str | None = None
-    """Instructions that come before the conversation."""
+    """System prompt: instructions at the start of the conversation."""
 
     max_tokens: int = 512
     """Maximum length of an answer, in tokens."""
 
     stats: bool = False
-    """Print tokens a second after each answer, on standard error."""
+    """Print tokens per second after each answer, on standard error."""
 
 
 @command("chat")
@@ -255,11 +255,11 @@ def chat(
 
     Args:
         checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers
-            folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf); with a chat template.
+            folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf). It needs a chat template.
         config: the conversation.
-        text: how answers go on, and where they end.
-        speculation: what is guessed ahead of them.
-        engine: what computes them.
+        text: sampling, stop strings and structured output of the answers.
+        speculation: limits of the draft tokens.
+        engine: the engine that computes the answers.
     """
     from sparse_bitnet.generation.conversation import Conversation
 

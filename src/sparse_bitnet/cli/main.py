@@ -34,13 +34,13 @@ OF_TRAIN = (
     *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "pandas"),
     *("statsmodels", "rensa", "zstandard", "gguf", "markupsafe", "matplotlib"),
 )
-"""What the extra `train` adds; running a packed model needs none of it."""
+"""Packages that the extra `train` adds; running a packed model needs none of them."""
 
 ONLY_WITH_TRAIN = (
     *("quickstart", "prepare", "train", "pack", "export"),
     *("reproduce", "report", "analyze"),
 )
-"""Commands that always need it; others where their checkpoint or their options do."""
+"""Commands that always need the extra `train`; others need it for some checkpoints or options."""
 
 
 def usage() -> str:

@@ -24,8 +24,8 @@ class PackConfig:
     nm-sign is for quantizer=binary."""
 
     embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
-    """Of embedding and output head. int8: one scale a row. float32: as trained. auto: ternary where
-    they are, as in models of other tools, else bf16."""
+    """Type of the embedding and output head. int8: one scale per row. float32: as trained. auto: ternary
+    if they are ternary, as in models of other tools, else bf16."""
 
     check: bool = True
     """Load trained and packed model, one after the other, and compare their logits."""

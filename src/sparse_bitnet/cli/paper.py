@@ -55,7 +55,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
 
 @dataclass(kw_only=True)
 class ReproduceConfig(DenseLayersOption):
-    """Which experiments, at what scale, where, and for how long."""
+    """Experiments to run: which, at what scale, where, and for how long."""
 
     experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
     """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
@@ -254,7 +254,7 @@ def report(
 
 @dataclass(kw_only=True)
 class AnalyzeConfig(DenseLayersOption):
-    """What to count."""
+    """Checkpoints to analyze, and the folder of the result."""
 
     checkpoints: Annotated[tuple[str, ...], Positional("CHECKPOINT ...")]
     """Run folders, checkpoints, any transformers folders with safetensors, or hub ids."""
@@ -263,7 +263,7 @@ class AnalyzeConfig(DenseLayersOption):
     """Folder for weights.html (figures) and weights.json (counts of every layer)."""
 
     pattern: str = "6:8"
-    """Whose group thresholds to draw."""
+    """N:M pattern whose group thresholds are drawn."""
 
 
 @command("analyze")
@@ -271,7 +271,7 @@ def analyze(options: AnalyzeConfig) -> None:
     """Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read one layer at a time.
 
     Args:
-        options: what to count.
+        options: checkpoints, and the folder of the result.
     """
     from rich.console import Console
     from rich.text import Text

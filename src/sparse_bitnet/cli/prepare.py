@@ -13,48 +13,48 @@ from sparse_bitnet.errors import UserError
 
 @dataclass(kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer."""
+    """Tokenizer to load, or the size of one to train."""
 
     tokenizer: str | None = None
-    """Folder or hub id of a transformers tokenizer, a model's, run's or prepared data's folder, or a GGUF
-    file. Give this or --vocab-size."""
+    """Tokenizer to use: folder or hub id of a transformers tokenizer, folder of a model, run or prepared
+    data, or a GGUF file. Give this or --vocab-size."""
 
     vocab_size: int | None = None
-    """Train a byte-level BPE tokenizer of this size on the text instead."""
+    """Train a byte-level BPE tokenizer with this many tokens on the text instead."""
 
     eos_token: str | None = None
-    """Token to end each document with, where the tokenizer's own choice is not the one wanted."""
+    """Token that ends each document. Default: the tokenizer's own choice."""
 
 
 @dataclass(kw_only=True)
 class SourceConfig:
-    """What to read, which part to hold out, where to stop: the parameters of `parse_source`."""
+    """Text to read, part to hold out, and limits: the parameters of `parse_source`."""
 
     column: str | None = None
-    """Column of the text, "text" if not given; RefinedWeb's is "content". A .txt file is one document."""
+    """Column of the text. Default: "text"; RefinedWeb has "content". A .txt file is one document."""
 
     chat: bool = False
-    """Documents are conversations, lists of {"role", "content"} in the column "messages", for the chat
-    template of --tokenizer; training then learns what the assistant says. ShareGPT's and Alpaca's
-    columns are read too; a row without a conversation is skipped and counted."""
+    """Read documents as conversations, lists of {"role", "content"} in the column "messages", with the
+    chat template of --tokenizer. Training then learns what the assistant says. ShareGPT's and Alpaca's
+    columns work too; rows without a conversation are skipped and counted."""
 
     validation: str | None = None
-    """Another source (written like SOURCE) for the validation text."""
+    """Source of the validation text (written like SOURCE), instead of a part of SOURCE."""
 
     validation_fraction: float | None = None
-    """Part of the documents to hold out for validation, chosen by hash; of few long ones, pieces. If not
-    given: 0.03 of Python files, 0.01 of local documents, 0.0005 of a hub data set."""
+    """Fraction of the documents (of pieces, if they are few and long) held out for validation, chosen by
+    hash. Default: 0.03 for Python files, 0.01 for local documents, 0.0005 for a hub data set."""
 
     limit_documents: int | None = None
-    """Stop after this many documents of SOURCE; of few long ones, pieces."""
+    """Stop after this many documents of SOURCE, or pieces if long documents are cut into them."""
 
     limit_bytes: int | None = None
     """Stop after this many bytes of text of SOURCE."""
 
     near_duplicates: bool = True
-    """Keep documents that are nearly the same on one side of the split; with --validation, leave those of
-    SOURCE out that are nearly held-out ones. Of hub data sets and --parts, which are read once, held-out
-    documents of which over 1 % stands in the training text are left out in the end, but none of
+    """Put near-duplicate documents on the same side of the split; with --validation, skip those of SOURCE
+    that are near duplicates of it. Hub data sets and --parts are read only once: at the end, held-out
+    documents with over 1 % of their text in the training text are removed instead, except those of
     --validation."""
 
 
@@ -70,19 +70,18 @@ def main(
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
-    Run again after an interruption, the same command goes on; in a finished folder it does
-    nothing.
+    After an interruption, the same command resumes. In a finished folder it does nothing.
 
     Args:
-        source: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json, .csv,
-            .parquet, .txt or .md file, a folder or a quoted glob of them, several separated by
-            commas; or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
+        source: text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
+            .csv, .parquet, .txt or .md file, a folder or quoted glob of them, several joined by commas;
+            or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: folder to write.
-        shard_tokens: Tokens in one file.
-        parts: Number of processes that prepare together, on any machines that share OUT: each runs the
-            same command with another --part and takes its share of the files. The last one makes one
-            folder of all.
-        part: Which of --parts this process prepares, from 0.
+        shard_tokens: Number of tokens per shard file.
+        parts: Number of processes that prepare together, on any machines that share OUT. Each runs the
+            same command with another --part and takes its share of the files. The last to finish joins
+            all parts into OUT.
+        part: Number of the part that this process prepares, from 0 to --parts minus 1.
     """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.loader import Windows

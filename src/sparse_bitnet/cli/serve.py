@@ -14,59 +14,59 @@ from sparse_bitnet.errors import UserError, check_least
 
 API_KEY_VARIABLE = "SPARSE_BITNET_API_KEY"
 _CACHE_TOKENS = 1024
-"""Room in the cache for each of the generations that run at the same time, by default."""
+"""Default room in the KV cache for each of the generations that run together."""
 _MOST_RUNNING = 1 << 16
 
 
 @dataclass(kw_only=True)
 class ServeConfig:
-    """Where to listen, and the limits."""
+    """Address, access and limits of the server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all, then with an API key."""
+    """Address to listen on. 0.0.0.0 listens on all; set --api-key with it."""
 
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
 
     api_key: str | None = None
-    """Key that clients must send. Default: SPARSE_BITNET_API_KEY, or none."""
+    """API key that clients must send. Default: the environment's SPARSE_BITNET_API_KEY, or none."""
 
     allowed_host: tuple[str, ...] = ()
-    """Further names by which clients may call this server (the Host of their requests, and the Origin of
-    web pages), such as that of a proxy; * for any. What --host says is allowed."""
+    """More host names, such as a proxy's, that requests may carry in Host and that web pages may have in
+    Origin; * for any. The name in --host is always allowed."""
 
     cors_origin: tuple[str, ...] = ()
-    """Origins of web pages elsewhere that may use this server, such as https://a.example; * for any."""
+    """Origins of other sites whose pages may use this server, such as https://a.example; * for any."""
 
     log_requests: bool = False
-    """Write a line of JSON for each request on standard error: its id, path, status, time and tokens, and
-    nothing of what it says."""
+    """Write one line of JSON per request to standard error: its id, path, status, time and number of
+    tokens, never its text."""
 
     model_name: str | None = None
-    """Name of the model in requests. Default: the checkpoint folder's."""
+    """Model name in requests. Default: the name of the checkpoint's folder."""
 
     max_running: int = 32
-    """Maximum number of generations that share a step of the engine. Unless --cache-tokens says
-    otherwise, the cache has room for 1024 tokens of each, and one generation may use all of it."""
+    """Maximum number of generations that run together. Without --cache-tokens, the KV cache has room for
+    1024 tokens per generation, and one generation may use all of it."""
 
     prefill_slice: int = 32
-    """Prompt tokens that a step computes while one generation waits for its next token; where many do,
-    fewer, down to a quarter. More: new requests start sooner; fewer: streams pause less."""
+    """Prompt tokens per step while one generation decodes; fewer, down to a quarter, while many do.
+    Larger: new requests start sooner. Smaller: streams pause less."""
 
     max_queue: int = 128
-    """Maximum number of generations that wait; further ones are answered 429."""
+    """Maximum number of waiting generations; further requests are answered with status 429."""
 
     max_tokens: int | None = None
-    """Maximum number of tokens that one request may generate. Default: what the context holds."""
+    """Maximum number of tokens that one request may generate. Default: up to the context length."""
 
     max_body_bytes: int = 1 << 20
-    """Larger request bodies are answered 413."""
+    """Maximum size of a request body, in bytes; larger ones are answered with status 413."""
 
     page: bool = True
-    """A chat for browsers at /."""
+    """Serve a chat page for browsers at /."""
 
     grace: float = 10.0
-    """Seconds that running generations get to end after SIGINT or SIGTERM."""
+    """Seconds that running generations have to finish after SIGINT or SIGTERM."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
@@ -92,13 +92,13 @@ def main(
     speculation: SpeculationOptions,
     engine: EngineOptions,
 ) -> None:
-    """Serve a checkpoint over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
+    """Serve a checkpoint over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/embeddings, /v1/models; also /health and, for Prometheus, /metrics.
 
     Args:
         checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
-        config: where to listen, and the limits.
-        speculation: what is guessed ahead of texts.
+        config: address, access and limits.
+        speculation: limits of the draft tokens.
         engine: the engine.
     """
     from sparse_bitnet.generation.conversation import ChatTemplate

@@ -31,17 +31,17 @@ class Options(DenseLayersOption, TrainConfig):
     """A run's config, and how its processes share the work, which changes nothing of the run."""
 
     chat: str | None = None
-    """Conversations to train on, as for `prepare --chat`: prepared into --data first, with the
-    tokenizer of --init."""
+    """Conversations to train on, in a form that `prepare --chat` reads. They are prepared into --data
+    first, with the tokenizer of --init."""
 
     shard: int | None = None
-    """Under torchrun: processes over which the model is split; the rest replicate it. Default: all."""
+    """Under torchrun: processes that share one model copy; the others replicate it. Default: all."""
 
     timeout_seconds: float = 600.0
-    """Under torchrun: give up when others have not finished a step for this long."""
+    """Under torchrun: seconds to wait for the others to finish a step before giving up."""
 
     def config(self) -> TrainConfig:
-        """What is stored with the run."""
+        """Return the config that is stored with the run."""
         fields = dataclasses.fields(TrainConfig)
         values = {field.name: getattr(self, field.name) for field in fields}
         if self.dense_layers:
@@ -64,7 +64,7 @@ def main(arguments: list[str], prog: str = "sparse-bitnet train") -> None:
 def parse(
     arguments: list[str], default: TrainConfig, recipe: str, prog: str = "sparse-bitnet train"
 ) -> Options:
-    """What `default` and the options make."""
+    """Return `default` with the options in the arguments applied."""
     return options.parse(
         Options,
         arguments,

@@ -99,7 +99,7 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As templates read it. Raises anything for what is none."""
+    """Return a message as templates read it. Raises an exception of any type for anything else."""
     message = {name: value for name, value in given.items() if value is not None}
     if "role" not in message:  # ShareGPT's
         role, value = message.pop("from"), message.pop("value", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every source of text yields, and the two ways in which sources are combined."""
+"""The interface of every source of text, and the two ways to combine sources."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ class TextSource(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What the text is, as JSON: equal for equal text. Written to the manifest."""
+        """Describe the text as JSON, equal for equal text. The manifest stores it."""
         ...
 
     def documents(self, state: State = None) -> Iterator[Document]:
@@ -81,11 +81,11 @@ class LimitedSource:
 
     @property
     def name(self) -> str:
-        """The source's own."""
+        """The name of the source."""
         return self.source.name
 
     def describe(self) -> dict[str, Any]:
-        """As the source, with its limits."""
+        """Return the source's description, with these limits."""
         return {
             **self.source.describe(),
             "limit_documents": self.documents_limit,

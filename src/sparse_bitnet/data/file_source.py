@@ -39,7 +39,7 @@ _SMALLEST_PIECE = 64
 """Characters, where a tenth of the text is less."""
 
 _HELD_OUT_DOCUMENTS = 10
-"""Where fewer whole documents can be expected to be held out, pieces of them are."""
+"""Number of held-out documents below which, by expectation, pieces of documents are held out instead."""
 
 _ABOUT_DATA = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files of a data set's folder that are not its text."""
@@ -54,7 +54,7 @@ class NoColumn(SkippedRow):
 
 
 class Row(NamedTuple):
-    """What a file holds in one place."""
+    """Content of one place in a file."""
 
     content: object
     """Values by column; bytes are a line of JSON."""

@@ -111,8 +111,8 @@ class Windows:
 
 
 def _packed(bounds: list[int], length: int) -> list[int]:
-    """Where windows of `length` + 1 tokens start: `bounds` are those of the conversations, one after
-    another."""
+    """Return where windows of `length` + 1 tokens start. `bounds`: token positions at which the
+    conversations begin and end."""
     starts = [bounds[0]]
     for begin, end in itertools.pairwise(bounds):
         if end - starts[-1] <= length + 1:
@@ -193,11 +193,11 @@ class TokenLoader:
         return self.cut.learnt(np.concatenate(windows))
 
     def windows_of(self, step: int) -> np.ndarray:
-        """Which windows the rank's batch is, int64 [batch_size / world_size]."""
+        """Return the indices of the windows in the rank's batch, int64 [batch_size / world_size]."""
         return self._windows(step)[1]
 
     def identity(self, step: int) -> dict[str, Any]:
-        """Which text the rank's batch is, as JSON, for messages: window w starts at token w * length."""
+        """Describe the rank's batch as JSON, for messages: window w starts at token w * length."""
         epochs, windows = self._windows(step)
         return {
             "data": str(self.dataset.folder),

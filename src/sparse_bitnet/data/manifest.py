@@ -92,14 +92,14 @@ class Overlap:
 
     window_tokens: Count
     windows: Count
-    """Of this many tokens, at every position of each held-out document."""
+    """Number of windows of `window_tokens` tokens, at every position of each held-out document."""
 
     windows_in_training: Count
     documents: Count
     """Held-out documents of at least one window."""
 
     documents_in_training: Count
-    """Of which every window is."""
+    """Held-out documents of which every window occurs in the training text."""
 
     left_out: Count = 0
     """Held-out documents that were taken away for having too many windows in the training text."""
@@ -116,13 +116,13 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of prepared data holds and how it was made."""
+    """Content of a folder of prepared data, and how it was made."""
 
     __pydantic_config__: ClassVar = _NO_MORE
 
     version: Literal[1]
     settings: dict[str, Any]
-    """What was asked for: source, tokenizer, tokens in a shard; or "parts", a list of such."""
+    """Settings of the preparation: source, tokenizer, tokens per shard; or "parts", a list of such."""
     tokenizer_hash: str
     """`tokenizer.tokenizer_hash` of the tokenizer in the folder `tokenizer/`."""
     vocab_size: Count
@@ -130,7 +130,7 @@ class Manifest:
     eos_token_id: Count
     splits: dict[str, SplitManifest]
     overlap: Overlap | None = None
-    """Of the held-out text with the training text; None where it is unknown."""
+    """Overlap of the held-out text with the training text; None if it is unknown."""
 
     def __post_init__(self) -> None:
         parts = self.parts

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LEFT_OUT = "left out of the held-out text"
-"""What becomes of near-duplicates that are looked for afterwards; as the manifest's settings have it."""
+"""Value of "near_duplicates" in the manifest's settings if they are looked for after tokenising."""
 
 _SHINGLE = 32
 _PIECE_BITS = 12
@@ -44,7 +44,7 @@ _PIECE_BITS = 12
 
 _SHORTEST_PIECE = 512
 _BANDS, _ROWS = 16, 6
-"""Of the MinHash: pieces with 6 in 10 shingles in common share one of the bands more often than not."""
+"""MinHash bands and rows: pieces with 6 in 10 shingles in common share a band more often than not."""
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
@@ -76,11 +76,11 @@ class SeparatedSource:
 
     @property
     def name(self) -> str:
-        """The source's own."""
+        """The name of the source."""
         return self.source.name
 
     def describe(self) -> dict[str, Any]:
-        """As the source, and what becomes of its near-duplicates."""
+        """Return the source's description, and how its near-duplicates are treated."""
         return {
             **self.source.describe(),
             "near_duplicates": LEFT_OUT if self.afterwards else "grouped",

@@ -141,7 +141,7 @@ def settings_of(
     shard_tokens: int,
     chat: bool,
 ) -> dict[str, Any]:
-    """What determines the prepared data, as JSON. Raises `UserError` for a chat without a template."""
+    """Return the settings of the data, as JSON. Raises `UserError` for a chat without a template."""
     if chat and tokenizer is None:
         raise UserError("conversations need a tokenizer with a chat template")
     settings: dict[str, Any] = {
@@ -182,7 +182,7 @@ class _State:
 
     settings: dict[str, Any]
     source: State = None
-    """Where the source continues; None: nothing is written yet."""
+    """State of the source from which to resume; None: nothing is written yet."""
     writers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`ShardWriter.checkpoint` of each split."""
     counts: dict[str, dict[str, int]] = field(

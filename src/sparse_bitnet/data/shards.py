@@ -234,7 +234,7 @@ class TokenDataset:
             )
 
     def identity(self) -> dict[str, Any]:
-        """What these tokens are, as JSON: equal for equal data, wherever it lies."""
+        """Describe these tokens as JSON, equal for equal data wherever it is stored."""
         content = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
             content.update(f"{shard.tokens} {shard.crc32} ".encode())
@@ -254,7 +254,7 @@ class TokenDataset:
         return ids & IDS if self.is_chat else ids
 
     def stored(self, tokens: slice) -> np.ndarray:
-        """As they lie in the shards."""
+        """Return tokens as the shards store them: in conversations, ids with their flag bits."""
         start, stop, step = tokens.indices(len(self))
         assert step == 1, "only contiguous slices"
         if start >= stop:

@@ -83,7 +83,7 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def text_backend(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
-    """What tokenises whole documents; text that spells a special token is text."""
+    """Return the backend that tokenises whole documents; text that spells a special token stays text."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

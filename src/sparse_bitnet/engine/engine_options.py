@@ -34,14 +34,14 @@ class EngineOptions:
     the file, which is memory-mapped if its rows allow: starts sooner, decodes a little slower."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
-    """Run-time format of the output head (cpu). auto: int8 if the file has floats."""
+    """Run-time format of the output head (cpu). auto: int8, unless the head is ternary."""
 
     kv_cache: Literal["auto", "float32", "float16", "int8", "int4"] = "auto"
-    """Data type of cached keys and values (cpu). auto: int8, but float16 if keys have a
+    """Data type of the KV cache (cpu). auto: int8, but float16 if keys have a
     bias or a norm above 16."""
 
     activations: Literal["auto", "token", "group"] = "auto"
-    """Granularity of the int8 activation scales (cpu). token: one scale a token, as in training with
+    """Granularity of the int8 activation scales (cpu). token: one scale per token, as in training with
     quantised activations. group: one scale for as many inputs as weights share a scale. auto: group if
     weights of another tool have groups."""
 
@@ -49,7 +49,7 @@ class EngineOptions:
     """Maximum length of prompt and generated text together, in tokens. Default: the model's."""
 
     cache_tokens: int | None = None
-    """Size of the cache in tokens, for all sequences together. Default: the engine's choice."""
+    """Size of the KV cache in tokens, for all sequences together. Default: the engine's choice."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""

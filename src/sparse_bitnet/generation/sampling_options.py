@@ -25,31 +25,31 @@ class SamplingOptions:
     """How the next token is chosen. The defaults draw from the model's own distribution."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 always takes the most likely token, as does all below 0.0001."""
+    """Divisor of the logits; 0, like any value below 0.0001, always takes the most likely token."""
 
     top_k: int = 0
-    """Number of most likely tokens to draw from; 0: all."""
+    """Sample from this many most likely tokens; 0: all."""
 
     top_p: float = 1.0
-    """Draw from the smallest set of most likely tokens that has this share of the probability."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
 
     min_p: float = 0.0
-    """Draw from the tokens at least as likely as this share of the most likely one's probability."""
+    """Sample from tokens with at least this fraction of the most likely token's probability."""
 
     repetition_penalty: float = 1.0
-    """Above 1 makes the tokens of prompt and text so far less likely; 1: off."""
+    """Penalty for tokens in the prompt or the text so far: above 1 makes them less likely; 1: off."""
 
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time the text so far, without the prompt, has it."""
+    """Amount subtracted from a token's logit for each time the generated text has it."""
 
     presence_penalty: float = 0.0
-    """Taken once from the logits of the tokens that the text so far has."""
+    """Amount subtracted once from the logit of each token that the generated text has."""
 
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, each once, and what is added to their logits."""
 
     seed: int = 0
-    """Same seed, same text."""
+    """Random seed for sampling; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option and its range."""

@@ -26,49 +26,49 @@ class TrainConfig:
     """Weight format and N:M pattern, for example ternary-6:8, full-2:4, ternary-8:8 (dense)."""
 
     init: str | None = None
-    """Folder, hub id or GGUF file of weights to start from instead of random ones."""
+    """Model to start from instead of random weights: a folder, hub id or GGUF file."""
 
     teacher: str | None = None
-    """Run, model folder or hub id of a causal LM to learn from (`sparse-bitnet distill` sets it)."""
+    """Teacher: run, model folder or hub id of a causal LM. `sparse-bitnet distill` sets it."""
 
     logit_cache: str | None = None
-    """With a teacher: a folder for its highest logits, completed first where it is not; then
-    the student trains without the teacher in memory."""
+    """With a teacher: folder that caches its top logits. It is filled first if incomplete; the student
+    then trains without the teacher in memory."""
 
     top_logits: int = 64
-    """Logits a token in the cache."""
+    """Number of top logits per token in --logit-cache."""
 
     temperature: float = 2.0
-    """Softens the distributions of teacher and student."""
+    """Distillation temperature; softens the distributions of teacher and student."""
 
     ce_weight: float = 1.0
-    """With a teacher: weight of the cross-entropy."""
+    """With a teacher: weight of the cross-entropy in the loss."""
 
     logits_weight: float = 1.0
-    """With a teacher: weight of temperature^2 * KL(teacher || student)."""
+    """With a teacher: weight of temperature^2 * KL(teacher || student) in the loss."""
 
     relations_weight: float = 0.0
-    """With a teacher: weight of the relations among queries, keys and values."""
+    """With a teacher: weight of the attention relations (queries, keys, values) in the loss."""
 
     relations_layer: int = -1
     """Layer whose attention relations are distilled; -1 means the last."""
 
     sub_norms: bool = False
-    """With --init: put a norm before each output and down projection, as BitNet's own models have them
-    (of llama and qwen2 models)."""
+    """With --init: add a norm before each output and down projection, as in BitNet's own models. Only for
+    llama and qwen2 models."""
 
     lora: int = 0
-    """With --init: train adapters of this rank beside the linear layers (peft's LoRA) alone. In the end
-    they are merged into the weights, which are quantised anew. 0: train the weights."""
+    """With --init: train only peft's LoRA adapters, of this rank, beside the linear layers. At the end
+    they are merged into the weights, which are quantised again. 0: train the weights."""
 
     vocab_size: int | None = None
-    """Rows of the embedding. Default: the tokenizer's, or a published preset's own 151,936."""
+    """Rows of the embedding matrix. Default: the tokenizer's size, or 151,936 for a published preset."""
 
     data: str = "data"
     """Folder written by `sparse-bitnet prepare`."""
 
     out: str = "run"
-    """Run folder. A folder that holds a run of this config is continued."""
+    """Run folder. If it already holds a run of this config, training resumes."""
 
     seed: int = 0
     """Random seed for the initial weights."""
@@ -77,88 +77,88 @@ class TrainConfig:
     """Random seed for the data order."""
 
     steps: int = 1000
-    """Optimiser steps."""
+    """Number of optimiser steps."""
 
     batch_size: int = 16
-    """Sequences per optimiser step, over all ranks."""
+    """Sequences per optimiser step, in total over all ranks."""
 
     micro_batch_size: int | None = None
-    """Sequences per forward; batch_size is a multiple of it. Default: the whole batch at once."""
+    """Sequences per forward pass; must divide --batch-size. Default: the whole batch at once."""
 
     sequence_length: int = 256
     """Tokens per sequence."""
 
     sparse_fraction: float = 1.0
-    """Share of the steps, at the end of training, that use the mask (dense-to-sparse, rho)."""
+    """Fraction of the steps, at the end of training, that use the N:M mask (dense-to-sparse, rho)."""
 
     learning_rate: float = 3e-3
     """Peak learning rate."""
 
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """Cosine decay, or warm-up, stable, decay."""
+    """Learning rate schedule: cosine decay, or wsd (warm-up, stable, decay)."""
 
     warmup_fraction: float = 0.05
-    """Share of the steps with a linearly rising learning rate."""
+    """Fraction of the steps spent on linear learning rate warm-up."""
 
     decay_fraction: float = 0.2
-    """Share of the steps with a falling learning rate at the end (wsd only)."""
+    """Fraction of the steps, at the end, with a falling learning rate (wsd only)."""
 
     final_learning_rate_fraction: float = 0.1
-    """Last learning rate over the peak."""
+    """Final learning rate, as a fraction of the peak."""
 
     beta1: float = 0.9
-    """AdamW's first moment decay."""
+    """AdamW beta1: decay rate of the first moment."""
 
     beta2: float = 0.95
-    """AdamW's second moment decay."""
+    """AdamW beta2: decay rate of the second moment."""
 
     epsilon: float = 1e-8
-    """AdamW's epsilon."""
+    """AdamW epsilon."""
 
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; biases and norms have none."""
+    """AdamW weight decay of matrices; biases and norms have none."""
 
     final_weight_decay_fraction: float = 1.0
-    """Last weight decay over the first; it changes in a straight line."""
+    """Final weight decay, as a fraction of --weight-decay; it changes linearly over the run."""
 
     decay_embeddings: bool = False
-    """Whether the embedding matrix decays too."""
+    """Apply weight decay to the embedding and the output head too."""
 
     gradient_clip: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 turns clipping off."""
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """Compute type. auto: bf16 where the device has fast bf16 products."""
+    """Compute type. auto: bf16 if the device has fast bf16 matrix products, else float32."""
 
     masters: Literal["float32", "bf16"] = "float32"
-    """Type of the trained weights and of the optimiser's moments; bf16 weights have bf16 products."""
+    """Type of the master weights and the optimiser's moments; bf16 masters also compute in bf16."""
 
     initial_weights: Literal["normal", "uniform"] = "normal"
-    """Distribution of a new model's matrices: normal with standard deviation 0.02, or uniform in
-    ±1/sqrt(in_features), which is PyTorch's own."""
+    """Distribution of the initial weight matrices: normal with standard deviation 0.02, or uniform in
+    ±1/sqrt(in_features), PyTorch's default."""
 
     forward: Literal["fake", "int8"] = "fake"
-    """Forward products of ternary layers: floats that hold the quantised values, or int8 tensor-core
-    products (int32 sums). Equal but for the rounding of 16-bit sums."""
+    """Forward matrix products of ternary layers. fake: floats that hold the quantised values. int8:
+    tensor-core products with int32 sums. They differ only in the rounding of 16-bit sums."""
 
     gradient_reduction: Literal["float32", "bf16"] = "float32"
-    """Type in which several processes sum their gradients; bf16 halves most of what a step sends."""
+    """Type in which processes sum their gradients; bf16 halves most of the traffic of a step."""
 
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile the blocks. auto: on a CPU with a C++ compiler, for runs long enough to gain from it
+    """Apply torch.compile to the blocks. auto: on a CPU with a C++ compiler, if the run is long enough
     (the first loss agrees with the uncompiled one to 1e-4, the losses of a run to about 1e-2)."""
 
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
 
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at one time in the loss. Default: by the vocabulary, 512 or more."""
+    """Tokens whose logits the loss holds at once. Default: set by the vocabulary size, at least 512."""
 
     threads: int | None = None
-    """CPU threads; default: all cores. Byte-identical runs need the same number."""
+    """Number of CPU threads. Default: all cores. Byte-identical runs need the same number."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on; auto: CUDA when torch sees a GPU."""
+    """Device to train on. auto: CUDA if available, else the CPU."""
 
     validation_every: int = 0
     """Steps between validations; 0: only at the end."""
@@ -167,26 +167,26 @@ class TrainConfig:
     """Maximum number of validation tokens to score; 0: all."""
 
     layer_metrics_every: int = 50
-    """Steps between rows with the flip rate of every layer; 0: never."""
+    """Steps between rows of metrics.jsonl with every layer's flip rate; 0: never."""
 
     checkpoint_every: int = 500
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints; the last step always writes one."""
 
     keep_checkpoints: int = 2
-    """How many checkpoints to keep; 0: all."""
+    """Number of latest checkpoints to keep; 0: all."""
 
     tensorboard: bool = False
-    """Also write TensorBoard events to OUT/tensorboard."""
+    """Write TensorBoard events to OUT/tensorboard too."""
 
     wandb: bool = False
-    """Also log to Weights & Biases (needs the `wandb` extra)."""
+    """Log to Weights & Biases too (needs the `wandb` extra)."""
 
     def __post_init__(self) -> None:
         _check(self)
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all micro-batches and processes."""
+        """Tokens of an optimiser step, over all micro-batches and processes."""
         return self.batch_size * self.sequence_length
 
     @property
@@ -195,7 +195,7 @@ class TrainConfig:
         return self.steps - round(self.steps * self.sparse_fraction) + 1
 
     def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
+        """Return the config as JSON text, which `from_json` reads."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
