@@ -69,6 +69,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/deptry src
 	$(BIN)/python .ci/budgets
+	$(BIN)/python .ci/words
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

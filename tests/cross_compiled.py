@@ -24,7 +24,7 @@ def run(command: list[str]) -> str:
 
 
 def compiler() -> list[str]:
-    """For aarch64; skips the test where there is none."""
+    """Return the compiler for aarch64; skip the test if there is none."""
     if gcc := shutil.which("aarch64-linux-gnu-g++"):
         return [gcc]
     if importlib.util.find_spec("ziglang"):

@@ -19,7 +19,7 @@ FAMILIES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text", "huny
 
 
 def tiny_model_config(family: str, **changes: Any) -> Any:
-    """As `factories.tiny_config`, with BitNet b1.58."""
+    """Return `factories.tiny_config`, or one of BitNet b1.58."""
     if family != "bitnet":
         return tiny_config(family, **changes)
     from transformers import BitNetConfig

@@ -54,7 +54,7 @@ def test_what_is_public_says_what_it_is() -> None:
 
 
 def test_without_posix_all_that_runs_a_model_is_imported() -> None:
-    """As on Windows; what fails then lacks only what `sparse-bitnet[train]` brings."""
+    """Simulate Windows; what fails then lacks only what `sparse-bitnet[train]` brings."""
     modules = [module_name(path) for path in MODULES if path.stem != "__main__"]
     script = f"""
 import asyncio, importlib, os, signal, subprocess, sys

@@ -30,10 +30,10 @@ class Config:
     (in m/s)."""
 
     stop: int = 0
-    """Where."""
+    """The place it names."""
 
     shape: tuple[int, int] | None = None
-    """Of what."""
+    """The thing it is about."""
 
     name: str = "none"
     """Which name."""

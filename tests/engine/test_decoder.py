@@ -127,7 +127,7 @@ def codes_of(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hadamard(n: int) -> torch.Tensor:
-    """Of each run of 2^k numbers, k as large as divides n: [n, n]."""
+    """Return the blockwise Hadamard matrix [n, n], with blocks of the largest power of 2 in n."""
     run = torch.ones(1, 1)
     while n % (2 * len(run)) == 0:
         run = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), run) / 2**0.5

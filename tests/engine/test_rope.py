@@ -56,7 +56,7 @@ def test_frequencies(fields: dict[str, Any], theta: float) -> None:
 
 
 def test_the_frequencies_of_hunyuan() -> None:
-    """Whose rope is dynamic by name, with a base that `alpha` stretches."""
+    """A rope called dynamic has a constant base, which `alpha` stretches."""
     from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hunyuan
 
     config = tiny_config("hunyuan_v1_dense")
@@ -71,7 +71,7 @@ def test_the_frequencies_of_hunyuan() -> None:
 
 
 def old_form(config: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 4 wrote it."""
+    """The form that transformers 4 wrote."""
     fields = dict(config.pop("rope_parameters"))
     theta = fields.pop("rope_theta")
     fields["type"] = fields.pop("rope_type")

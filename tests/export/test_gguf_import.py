@@ -90,8 +90,8 @@ def ternary_model(family: str, group: int, **changes: Any) -> Any:
 def write_gguf(
     path: Path, model: Any, name: str, write: Write, extra: Any = None, tables: Write | None = None
 ) -> Path:
-    """As a converter of llama.cpp does: metadata, floats as they are, linears through `write`, embedding
-    and head through `tables`."""
+    """Write what a converter of llama.cpp writes: metadata, floats as they are, linears through `write`,
+    embedding and head through `tables`."""
     config = model.config
     writer = gguf.GGUFWriter(path, name)
     writer.add_block_count(config.num_hidden_layers)
@@ -305,7 +305,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:
-    """As gguf-py dequantises them; some rows at a time."""
+    """The values are those that gguf-py dequantises; read some rows at a time."""
     values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", "qwen2")
     data = {kind: gguf.quants.quantize(values, kind) for kind in (Kind.Q8_0, Kind.Q4_0, Kind.BF16)}

@@ -48,7 +48,7 @@ def reference(family: str, **changes: Any) -> Any:
 
 
 def write(folder: Path, model: Any, *, released: bool) -> Path:
-    """As released: the names of a text encoder and nothing of a quantiser; else as transformers saves."""
+    """Released folders have the names of a text encoder and no quantiser; others are transformers'."""
     folder.mkdir()
     state = {
         name: tensor.clone() for name, tensor in model.state_dict().items() if "lm_head" not in name
@@ -128,7 +128,7 @@ def test_masters_have_no_such_norms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path, family: str) -> None:
-    """By bitnet.cpp's names, there and back; of Gemma they are the ones without an offset."""
+    """bitnet.cpp's names, written and read back; Gemma's norms have no offset there."""
     sizes = {"vocab_size": 392, "head_dim": 32, "query_pre_attn_scalar": 32}
     model = reference(family, **(sizes if family == "gemma3_text" else {"vocab_size": 392}))
     folder = write(tmp_path / "model", model, released=True)

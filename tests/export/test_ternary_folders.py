@@ -44,7 +44,7 @@ def by_matrix(rows: int, columns: int) -> torch.Tensor:
 
 
 def by_row(rows: int, columns: int) -> torch.Tensor:
-    """As TriLM's: one for each of the parts that devices held."""
+    """TriLM has one scale for each part that a device held."""
     return (torch.rand(2, 1) * 0.05 + 0.01).repeat_interleave(rows // 2, 0)
 
 

@@ -56,7 +56,7 @@ def written(grammars, grammar, seed, *, tokenizer=BYTES, ends=frozenset({END}), 
 
 
 def random_schema(rng, depth=3):
-    """Of the keywords that people use."""
+    """Schemas with the keywords that people use."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
     match rng.choice(kinds + (["object", "array", "anyOf", "ref"] * 4 if depth else [])):
         case "enum":

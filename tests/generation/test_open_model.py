@@ -139,7 +139,7 @@ def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
 
 
 def test_text_in_and_text_out_in_python(folder, capsys):
-    """As the command of that name, without torch."""
+    """The same text as `generate` prints, without torch."""
     packed, options = str(folder / "packed"), ["--max-tokens", "20", "--seed", "3"]
     main(["generate", packed, "--prompt", "some words", *options])
     code = (

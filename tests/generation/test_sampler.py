@@ -207,7 +207,7 @@ def test_logits_that_are_no_numbers_are_refused(bad, others):
     ],
 )
 def test_the_edges_of_the_options_give_numbers(changes):
-    """Of the largest logits that the greatest penalty leaves finite, too."""
+    """Also for the largest logits that the greatest penalty leaves finite."""
     options = SamplingOptions(**changes)
     for scale in (1, 3e36, 1e-45):
         logits = np.array([-1, 1, -np.inf, 0.5, 0, 1], np.float32) * np.float32(scale)

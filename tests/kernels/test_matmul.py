@@ -405,7 +405,7 @@ def test_instruction_sets_are_chosen_by_name_and_by_variable(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 @pytest.mark.parametrize("fine", [False, True])
 def test_the_largest_sums_of_int8(kernels, fine, tokens):
-    """Of as many columns as there may be, with weights of one sign: no more than 32 bits hold."""
+    """The most columns allowed, with weights of one sign: the sums just fit 32 bits."""
     columns, pool = 1 << 17, _cpu.ThreadPool(2)
     codes = np.repeat(np.array([-128, 127, 1], np.int8)[:, None], columns, 1)
     scales = np.array([0.5, 0.25, 2.0], np.float32)

@@ -82,7 +82,7 @@ class Compiled:
         return collections.Counter(match[1] for match in found if match)
 
     def registers(self) -> int:
-        """Of a thread."""
+        """Registers of one thread."""
         return 1 + max(int(found) for line in self.lines for found in re.findall(r"\bR(\d+)", line))
 
     def loop(self) -> collections.Counter[str]:

@@ -28,7 +28,7 @@ def test_gguf_py_reads_the_codes_exactly(
 
 
 def unpack_q2_0(packed: np.ndarray) -> np.ndarray:
-    """As ggml's dequantize_row_q2_0 does: d, then four codes a byte, 0..3 for -1..2."""
+    """Decode what ggml's dequantize_row_q2_0 decodes: d, then four codes a byte, 0..3 for -1..2."""
     blocks = packed.reshape(-1, 18)
     d = blocks[:, :2].copy().view("<f2").astype(np.float32)
     fields = [(blocks[:, 2:] >> 2 * place) & 3 for place in range(4)]

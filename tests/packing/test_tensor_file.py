@@ -124,7 +124,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 def test_random_bytes_are_refused(
     tmp_path: Path, raw: bytes, content: bytes, at: int | None
 ) -> None:
-    """By themselves, or written over a file."""
+    """Random bytes, alone or written over a file."""
     path = tmp_path / "model.safetensors"
     if at is not None:
         at %= len(raw)

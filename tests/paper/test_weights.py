@@ -159,7 +159,7 @@ def test_packed_checkpoint_and_ordinary_model_are_refused(tmp_path):
 
 
 def test_codes_of_a_packed_bitnet_model_are_counted(tmp_path):
-    """As transformers' own quantiser packs them: the near-zero mass is the share of zero codes."""
+    """Weights that transformers' own quantiser packed: the near-zero mass is the share of zero codes."""
     model = convert_(tiny_model(), SparseBitConfig.parse("ternary-8:8"))
     save_pretrained(model, tmp_path / "model")
     options = ExportConfig(format="bitnet", embeddings="f32")

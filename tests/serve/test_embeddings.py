@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def states(folder):
-    """Of each text, float32 [tokens, hidden_size]."""
+    """Return the hidden states of each text, float32 [tokens, hidden_size]."""
     model = load_reference(folder).base_model
     with torch.no_grad():
         tokens = [torch.tensor([TOKENIZER.encode(text)]) for text in TEXTS]

@@ -125,7 +125,7 @@ def test_what_is_not_supported_is_refused(more, complaint):
 
 
 def test_other_kinds_of_items_and_tools_are_dropped_and_named():
-    """As Codex asks: with its own kinds, one call at a time, and schemas that no grammar knows."""
+    """Codex asks with its own kinds, one call at a time, and schemas that no grammar knows."""
     odd = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}
     request = {
         "input": [

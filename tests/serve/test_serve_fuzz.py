@@ -101,7 +101,7 @@ good_chats = st.fixed_dictionaries(
 
 
 def encoded(body):
-    """As JSON, with what JSON has no form for: NaN, infinities, halves of characters."""
+    """Return JSON with what JSON has no form for: NaN, infinities, halves of characters."""
     return json.dumps(body).encode("utf-8", "surrogatepass")
 
 
@@ -130,7 +130,7 @@ def check(answer):
 
 
 EXAMPLES = int(os.environ.get("SPARSE_BITNET_FUZZ", "150"))
-"""Of each kind; 5000 take minutes."""
+"""Number of requests of each kind; 5000 take minutes."""
 
 fuzz = settings(
     max_examples=EXAMPLES,

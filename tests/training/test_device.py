@@ -42,7 +42,7 @@ def test_what_a_step_frees_is_there_for_the_next():
     import resource
 
     def new_pages() -> int:
-        """Of ten tensors of 8 MB, made and dropped five times: 102,400 pages."""
+        """Count page faults of ten tensors of 8 MB, made and dropped five times: 102,400 pages."""
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(5):
             made = [torch.zeros(2**21) + 1 for _ in range(10)]
