@@ -16,7 +16,9 @@ def quickstart() -> str:
         f"{made['date'][:10]}, commit {made['commit']}, "
         f"sparse-bitnet {made['versions']['sparse-bitnet']}"
     )
-    table = Table(comparison_table(models).frame).markdown().rstrip()
+    frame = comparison_table(models).frame.iloc[:, [0, 2, 3, 4, 6]]
+    frame.columns = ["PPL", "Δ %", "zeros", "flips", "paper, 0.5B: Δ %"]
+    table = Table(frame).markdown().rstrip()
     return f"{table}\n\n`sparse-bitnet quickstart` ({where})"
 
 
