@@ -156,7 +156,7 @@ def test_one_argument_too_many():
     def pack(out: OutArgument) -> None:
         """Write it."""
 
-    with pytest.raises(UserError, match=r"^y is one argument too many; see p --help$"):
+    with pytest.raises(UserError, match=r"^unexpected argument y; see p --help$"):
         parse(pack, ["x", "y"], prog="p")
 
 

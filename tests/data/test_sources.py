@@ -211,7 +211,7 @@ def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_, **__: None)
-    with pytest.raises(UserError, match=r"reading 'a/b' stopped: .*the same command goes on"):
+    with pytest.raises(UserError, match=r"reading 'a/b' stopped: .*the same command resumes"):
         texts_of(parse_source("hub:a/b"))
 
 

@@ -208,7 +208,7 @@ def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys
         generate.main([*run, "--speculative-tokens", *more])
         texts.append(capsys.readouterr())
     assert texts[0].out == texts[1].out == texts[2].out
-    assert "came true" in texts[2].err
+    assert "accepted" in texts[2].err
     for more, words in (
         (["--draft", str(other)], "its tokenizer is not that of the model"),
         (["--draft", str(tmp_path)], "not a packed model"),

@@ -146,7 +146,7 @@ def test_a_finished_run_is_prolonged_and_says_with_which_schedule(small_run, cap
     assert train(longer).steps == 8
     said = capsys.readouterr().err
     assert "prolonged from 4 to 8 steps" in said
-    assert f"goes on with {learning_rate(longer, 5):.2e}" in said
+    assert f"continues at {learning_rate(longer, 5):.2e}" in said
     steps = [row for row in read_rows(Path(config.out) / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert [row["learning_rate"] for row in steps] == [

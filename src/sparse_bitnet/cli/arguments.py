@@ -173,7 +173,7 @@ def parse(
             if each.is_place and (left or each.default is MISSING):
                 setattr(found, each.name, each.take(left))
         if left:
-            raise UserError(f"{left[0]} is one argument too many")
+            raise UserError(f"unexpected argument {left[0]}")
         values = {
             each.name: tuple(value) if get_origin(each.kind) is tuple else value
             for each in known

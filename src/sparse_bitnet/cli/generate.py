@@ -91,7 +91,7 @@ class SpeculationOptions:
         if not 0 <= self.speculative_tokens <= 63:
             raise UserError(f"--speculative-tokens {self.speculative_tokens}: must be 0 to 63")
         if self.draft is not None and self.speculative_tokens == 0:
-            raise UserError("--draft guesses tokens: leave out --speculative-tokens 0")
+            raise UserError("--draft drafts tokens: leave out --speculative-tokens 0")
 
     def open(self, model: "OpenModel", engine: EngineOptions) -> "Speculation | None":
         """Return the speculation of one scheduler of this model; None if it has no draft tokens.
@@ -223,7 +223,7 @@ def _print_statistics(text: "Generation", engine_name: str) -> None:
         + (f", {prefill:,.1f} tokens/s" if prefill else "")
         + f"; text {len(text.tokens):,} tokens"
         + (f", {decode:,.1f} tokens/s" if decode else "")
-        + (f"; guessed {guessed:,}, {text.accepted_tokens:,} came true" if guessed else "")
+        + (f"; {guessed:,} draft tokens, {text.accepted_tokens:,} accepted" if guessed else "")
         + f"; ended by {text.finish_reason}; engine {engine_name}",
         file=sys.stderr,
     )

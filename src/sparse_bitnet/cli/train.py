@@ -136,7 +136,7 @@ def distill(arguments: list[str]) -> None:
     given = {_option(word) for word in rest}
     problem = ""
     if len(named) > 2:
-        problem = f"{named[2]} is one argument too many"
+        problem = f"unexpected argument {named[2]}"
     elif len(named) < 2 and given.isdisjoint(("-h", "--help")):
         missing = "OUT" if named else "TEACHER"
         problem = f"{missing} is missing: TEACHER and OUT come first, then the options"
@@ -196,7 +196,7 @@ def run(chosen: Options) -> None:
 def prepare_chat(source: str, config: TrainConfig) -> None:
     """Prepare conversations into the folder of the data; again is harmless."""
     if config.init is None:
-        raise UserError("--chat goes on from a model: name it with --init")
+        raise UserError("--chat continues a model: name it with --init")
     if "RANK" in os.environ:
         raise UserError("--chat is of one process: prepare the data with `prepare --chat` first")
     from sparse_bitnet.data.preparation import prepare

@@ -136,7 +136,7 @@ class ShardWriter:
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
-    return os_errors_as(f"cannot write {path}", "the same command goes on from here")
+    return os_errors_as(f"cannot write {path}", "the same command resumes from here")
 
 
 class TokenDataset:

@@ -334,5 +334,5 @@ class HubSource:
             return next(rows, None)
         except Exception as error:
             raise UserError(
-                f"reading {self.name!r} stopped: {reason_of(error)}; the same command goes on from here"
+                f"reading {self.name!r} stopped: {reason_of(error)}; the same command resumes from here"
             ) from error

@@ -102,7 +102,7 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise UserError(
-            f"texts of a given form need llguidance, which is not installed: {install('grammar')}"
+            f"structured output needs llguidance, which is not installed: {install('grammar')}"
         ) from None
     return llguidance
 
@@ -167,7 +167,7 @@ class TokenGrammars:
             error, about = tried["error"], grammar.about
             if about and (comments := re.findall(r" // (.{1,80})\n +\^", error)):
                 about = comments[-1]  # what is before it may be the schema's own words
-            raise UserError(f"{_head(about)}the text cannot have this form: {_one_line(error)}")
+            raise UserError(f"{_head(about)}the grammar cannot be satisfied: {_one_line(error)}")
         form = Form(matcher, self.vocab_size, grammar.about)
         # The first place may take long: here, where nobody waits for it.
         form._compute()
@@ -272,7 +272,7 @@ class Form:
             raise self._lost("its rules take too long to follow")
 
     def _lost(self, reason: str) -> FormLost:
-        return FormLost(f"{_head(self._about)}the text cannot be given its form: {reason}")
+        return FormLost(f"{_head(self._about)}the grammar cannot be satisfied: {reason}")
 
 
 def _head(about: str) -> str:

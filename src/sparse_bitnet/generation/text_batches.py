@@ -123,6 +123,6 @@ def _check(engine: InferenceEngine, prompt: Sequence[int], new: int) -> None:
     if new > room:
         less = f"ask for at most {room:,} new tokens, or shorten" if room > 0 else "shorten"
         raise ContextFull(
-            f"the prompt has {len(prompt):,} tokens and {new:,} new ones were asked for; the context "
+            f"the prompt has {len(prompt):,} tokens and {new:,} new ones requested; the context "
             f"holds {engine.context_length:,}: {less} the prompt"
         )

@@ -154,7 +154,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             return
         warnings.warn(
             "a frozen ternary weight has changed, by a merged adapter perhaps: it is rounded to "
-            "ternary codes anew, so the model computes something else than with the adapter beside it",
+            "ternary codes again, so the model computes something else than with the adapter beside it",
             stacklevel=2,
         )
 

@@ -270,7 +270,7 @@ def _with_calls(
     assert syntax is not None
     is_answer = grammar is not None and body.response_format is not None
     if body.calls_are_forced and grammar is not None and not is_answer:
-        raise ApiError(400, "give tools that have to be called, or a form of the text")
+        raise ApiError(400, "give tools that must be called, or a response_format")
     answer = grammar.rule if grammar is not None and is_answer else ""
     if grammar is not None and not (body.calls_are_forced or (answer and syntax.opening)):
         return grammar

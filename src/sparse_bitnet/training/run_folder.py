@@ -131,7 +131,7 @@ def begin(run: Path, config: TrainConfig) -> None:
         rate = learning_rate(config, before.steps + 1)
         say(
             f"{config.out}: prolonged from {before.steps} to {config.steps} steps; all schedules are "
-            f"those of {config.steps}, so the learning rate goes on with {rate:.2e}"
+            f"those of {config.steps}, so the learning rate continues at {rate:.2e}"
         )
     write_atomic(run / "config.json", config.to_json())
     if before is not None:
