@@ -218,6 +218,17 @@ def test_what_is_no_grammar_is_refused(grammars, grammar, complaint):
     grammars.start(Grammar.choice([complaint]))
 
 
+def test_refusals_are_remembered(grammars, monkeypatch):
+    refused, asked = Grammar.rules("start: missing_rule"), []
+    with pytest.raises(UserError) as first:
+        grammars.start(refused)
+    monkeypatch.setattr(grammars._sandbox, "ask", asked.append)
+    with pytest.raises(UserError) as again:
+        grammars.known(refused)
+    assert (str(again.value), asked) == (str(first.value), [])
+    assert grammars.known(Grammar.rules("start: another_rule")) is None
+
+
 def test_lenient_schemas_pass_over_what_is_not_supported(grammars):
     schema = {"type": "string", "maxLength": 3, "not": {"const": "x"}}
     found = written(grammars, Grammar.json_schema(schema, is_strict=False), 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structured output: llguidance says which tokens can come next, so that every text fits a grammar."""
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -16,6 +17,8 @@ from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.generation.sandbox import Sandbox, grammar_matcher
 from sparse_bitnet.generation.text import TextTokenizer
 
+_MOST_REFUSED = 1000
+"""Number of errors that are remembered; some take half a second of processor time each."""
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 """Between the parts of JSON. Unbounded, a weak model would go on with it for ever."""
 
@@ -134,6 +137,8 @@ class TokenGrammars:
         self._lock = threading.Lock()
         self._sandbox = Sandbox("grammar")
         self._kept: dict[Grammar, Form] = {}
+        self._refused: dict[bytes, str] = {}
+        """Errors by a digest of the grammar, which may be large."""
         self._tokenizer: Any = None
         if importlib.util.find_spec("llguidance") is not None:
             self._tokenizer = _llguidance().LLTokenizer(
@@ -142,8 +147,14 @@ class TokenGrammars:
             )
 
     def known(self, grammar: Grammar) -> "Form | None":
-        """Return one of the last grammars at the beginning of a text, at once; None for any other."""
+        """Return one of the last grammars at the beginning of a text, at once; None for any other.
+
+        Raises `UserError` for one that was refused lately.
+        """
+        digest = _digest(grammar) if self._refused else b""
         with self._lock:
+            if (reason := self._refused.get(digest)) is not None:
+                raise UserError(reason)
             if (form := self._kept.pop(grammar, None)) is None:
                 return None
             self._kept[grammar] = form
@@ -167,7 +178,12 @@ class TokenGrammars:
             error, about = tried["error"], grammar.about
             if about and (comments := re.findall(r" // (.{1,80})\n +\^", error)):
                 about = comments[-1]  # what is before it may be the schema's own words
-            raise UserError(f"{_head(about)}the grammar cannot be satisfied: {_one_line(error)}")
+            reason = f"{_head(about)}the grammar cannot be satisfied: {_one_line(error)}"
+            with self._lock:
+                self._refused[_digest(grammar)] = reason
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            raise UserError(reason)
         form = Form(matcher, self.vocab_size, grammar.about)
         # The first place may take long: here, where nobody waits for it.
         form._compute()
@@ -176,6 +192,10 @@ class TokenGrammars:
             if len(self._kept) > _KEPT:
                 del self._kept[next(iter(self._kept))]
         return form.copy()
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(repr((grammar.source, grammar.is_lark_or_gbnf)).encode()).digest()
 
 
 class _Vocabulary:
