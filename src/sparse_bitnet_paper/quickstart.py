@@ -27,13 +27,13 @@ SAMPLE_TOKENS = 96
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What a finished quickstart leaves behind."""
+    """Results and files of a finished quickstart."""
 
     results: Results
     comparison: tables.Table
     verdict: str
     sample: str
-    """What the sparse ternary model of the first seed wrote after the prompt."""
+    """Text that the sparse ternary model of the first seed wrote after the prompt."""
 
     model: Path
     """Folder of that model."""

@@ -58,7 +58,7 @@ COLUMNS = {
     "config": "the resolved TrainConfig",
     "provenance": "commit, hardware, threads, versions and date",
 }
-"""What a line of results.jsonl says of a finished run."""
+"""Fields of a line of results.jsonl, which describes a finished run."""
 
 CURVE_COLUMNS = ("run", "step", "loss", "flip_rate", "flip_noise", "validation_loss")
 CURVE_POINTS = 100
@@ -87,7 +87,7 @@ class Results:
 
     @cached_property
     def setting(self) -> dict[str, Any]:
-        """What all runs share. Raises `UserError` when the folder holds no set, or a damaged one."""
+        """Settings of all runs. Raises `UserError` when the folder holds no set, or a damaged one."""
         path = self.path / SETTING
         if not path.is_file():
             raise UserError(f"{self.path} holds no results: it has no {SETTING}")

@@ -67,7 +67,7 @@ class Scale:
     """Number of seeds of each other experiment; see `runs.EXPERIMENTS`."""
 
     recipe: TrainConfig
-    """What all runs share: batch, sequence length, learning rate and schedule, optimiser."""
+    """Settings that all runs share: batch, sequence length, learning rate and schedule, optimiser."""
 
     pattern: str = "6:8"
     """Pattern of the sparse models of table 2."""

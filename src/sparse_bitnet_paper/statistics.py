@@ -125,10 +125,10 @@ class Claim:
     """One claim at one model size."""
 
     text: str
-    """What the paper says."""
+    """The claim, as the paper states it."""
 
     measure: str
-    """What is computed, a number a seed, so that a positive one speaks for the claim."""
+    """How the number of each seed is computed; a positive number speaks for the claim."""
 
     model: str
     paper: str
@@ -141,7 +141,7 @@ class Claim:
     """The paper's own value as a number."""
 
     null: float = 0.0
-    """What the measure must exceed."""
+    """Threshold that the measure must exceed."""
 
     unit: str = "points"
     verdict: str = OPEN

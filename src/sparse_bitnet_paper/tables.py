@@ -24,7 +24,7 @@ RECIPES = (
     *("512 sequences a step", "end rate 1e-5", "weight decay falling to 0"),
     *("bf16 masters", "uniform initial weights"),
 )
-"""What the published code does otherwise, as the column `recipe` names it."""
+"""Differences of the published code, by their names in the column `recipe`."""
 
 CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "piqa": 0.5, "boolq": 0.622, "copa": 0.5}
 """acc of guessing; of BoolQ, of always giving its more frequent answer."""

@@ -22,7 +22,7 @@ COUNTS = {
     "histogram": "int64 [160]: W / mean|W| in bins of 0.05 from -4 to 4",
     "thresholds": "int64 [80]: (n+1)-th largest |W| of each group, over mean|W|, in bins from 0 to 4",
 }
-"""What is counted of a layer."""
+"""Counts of one layer."""
 
 BIN_WIDTH = 0.05
 RANGE = 4.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the weights of models and checkpoints look like (paper, section 4.3): counts, and a page of them.
+"""Statistics of the weights of models and checkpoints (paper, section 4.3), and a page of them.
 
 From safetensors files one layer is in memory at a time.
 """
