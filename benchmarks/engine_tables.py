@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of the engine and the server, from benchmarks/results/."""
 
-from recorded import NothingRecorded, filled, markdown, read, threads_heads
+from recorded import NothingRecorded, Row, filled, markdown, read, threads_heads
+
+OURS = "sparse-bitnet"
 
 
 def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
     rows = read("peers", model=model)
     speeds = [row for row in rows if "tokens_per_second" in row]
     kinds = ("type", "isa", "threads", "phase")
-    best: dict[tuple[str, str], float] = {}
+    best: dict[tuple[bool, str, str], float] = {}
     for row in speeds:
-        key = (row["isa"] if row["engine"] == "sparse-bitnet" else "others", row["phase"])
+        key = (row["engine"] == OURS, row["isa"], row["phase"])
         best[key] = max(row["tokens_per_second"], best.get(key, 0))
     threads = sorted({row["threads"] for row in speeds})
     cells = {(row["engine"], *(row[kind] for kind in kinds)): row for row in speeds}
@@ -20,26 +22,28 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
         head += threads_heads(f"prefill {length}" if phase == "prefill" else "decode", threads)
     lines = []
     for engine, type, isa in dict.fromkeys((r["engine"], r["type"], r["isa"]) for r in speeds):
-        line = [engine + (f" ({isa})" if isa else ""), type.removeprefix(f"{model}-")]
+        line = [f"{engine} ({isa})", type.removeprefix(f"{model}-")]
         for phase in ("prefill", "decode"):
+            ours, theirs = (best.get((side, isa, phase)) for side in (True, False))
             for count in threads:
                 row = cells.get((engine, type, isa, count, phase))
                 text = "-" if row is None else f"{row['tokens_per_second']:.1f}"
-                if row is not None and row["tokens_per_second"] == best.get((isa, phase)):
-                    text += f" ({best[isa, phase] / best['others', phase]:.2f}x)"
+                if row and ours and theirs and row["tokens_per_second"] == ours:
+                    text += f" ({ours / theirs:.2f}x)"
                 line.append(text)
         lines.append(line)
     return markdown(head, lines, speeds[0], f"python benchmarks/peers.py{options}")
 
 
 def peers_best() -> str:
-    """One row an engine, at its best number of threads; AVX2 is no match for peers with AVX-512."""
-    rows = [row for row in read("peers", model="qwen2.5-1.5b") if row.get("isa") != "avx2"]
+    """One row an engine with the machine's best instruction set, at its best number of threads."""
+    rows = read("peers", model="qwen2.5-1.5b")
+    native = next(row["isa"] for row in rows if row.get("engine", OURS) != OURS)
     best: dict[str, dict[str, float]] = {}
     for row in rows:
-        if speed := row.get("tokens_per_second"):
+        if row.get("isa") == native:
             own = best.setdefault(row["engine"], {"prefill": 0, "decode": 0})
-            own[row["phase"]] = max(speed, own[row["phase"]])
+            own[row["phase"]] = max(row["tokens_per_second"], own[row["phase"]])
     lines = [[name, f"{own['prefill']:.1f}", f"{own['decode']:.1f}"] for name, own in best.items()]
     head = ["engine", "prefill of 512, tokens/s", "decode, tokens/s"]
     return markdown(head, lines, rows[0], "python benchmarks/peers.py")
@@ -55,45 +59,56 @@ def peers_groups() -> str:
     )
 
 
-def patterns() -> str:
-    rows = read("bench", batch=1, kv_cache="float16")
-    threads = sorted({row["threads"] for row in rows})
-    head = ["pattern", "weights", "MB a token"]
-    head += threads_heads("decode", threads)
-    head += ["memory read, GB/s", "used"]
-    head += threads_heads("prefill 512", threads)
-    head += ["int8 speed used", "resident, MB"]
+def patterns_decode() -> str:
+    rows, threads, table = _by_pattern("decode", 0)
+    head = ["pattern", "weights", "MB a token", *threads_heads("tokens/s", threads)]
     lines = []
-    for pattern, format in dict.fromkeys((r["pattern"], r["weight_format"]) for r in rows):
-        own = [r for r in rows if (r["pattern"], r["weight_format"]) == (pattern, format)]
-        decode, prefill = {}, {}
-        for row in own:
-            found = decode if row["phase"] == "decode" else prefill
-            if row["tokens"] == (0 if row["phase"] == "decode" else 512):
-                found.setdefault(row["threads"], row)
-        most = max(decode)
+    for key, own in table.items():
+        most = own[max(own)]
         lines.append(
             [
-                pattern,
-                format,
-                f"{decode[most]['step_bytes'] / 1e6:.0f}",
-                *(f"{decode[count]['tokens_per_second']:.1f}" for count in threads),
-                f"{decode[most]['read_bytes_per_second'] / 1e9:.1f}",
-                f"{decode[most]['memory_share']:.0%}",
-                *(f"{prefill[count]['tokens_per_second']:.0f}" for count in threads),
-                f"{prefill[most]['int8_share']:.0%}",
-                f"{decode[most]['resident_bytes'] / 1e6:.0f}",
+                *key,
+                f"{most['step_bytes'] / 1e6:.0f}",
+                *(f"{own[count]['tokens_per_second']:.1f}" for count in threads),
+                f"{most['memory_share']:.0%}",
+                f"{most['resident_bytes'] / 1e6:.0f}",
             ]
         )
-    command = "sparse-bitnet bench --pattern P --weight-format i2 lookup --out FILE"
-    return markdown(head, lines, rows[0], command)
+    return markdown([*head, "of memory rate", "resident, MB"], lines, rows[0], _OF_PATTERNS)
+
+
+def patterns_prefill() -> str:
+    rows, threads, table = _by_pattern("prefill", 512)
+    head = ["pattern", "weights", *threads_heads("tokens/s", threads), "of int8 rate"]
+    lines = []
+    for key, own in table.items():
+        speeds = (f"{own[count]['tokens_per_second']:.0f}" for count in threads)
+        lines.append([*key, *speeds, f"{own[max(own)]['int8_share']:.0%}"])
+    return markdown(head, lines, rows[0], _OF_PATTERNS)
+
+
+_OF_PATTERNS = "sparse-bitnet bench --pattern P --weight-format i2 lookup --out FILE"
+
+
+def _by_pattern(
+    phase: str, tokens: int
+) -> tuple[list[Row], list[int], dict[tuple[str, str], dict[int, Row]]]:
+    """Return the rows of a phase, their numbers of threads, and each pattern's and format's row by
+    threads."""
+    rows = read("bench", batch=1, kv_cache="float16")
+    table: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in rows:
+        own = table.setdefault((row["pattern"], row["weight_format"]), {})
+        if (row["phase"], row["tokens"]) == (phase, tokens):
+            own.setdefault(row["threads"], row)
+    return rows, sorted({row["threads"] for row in rows}), table
 
 
 def layouts() -> str:
     rows = read("layouts")
     threads = sorted({row["threads"] for row in rows})
-    head = ["pattern", "weights", "bits a weight", "cycles a weight, in cache"]
-    head += threads_heads("G weights/s from memory", threads)
+    head = ["pattern", "weights", "bits", "cycles, in cache"]
+    head += threads_heads("G weights/s", threads)
     lines = []
     for pattern, layout in dict.fromkeys((r["pattern"], r["layout"]) for r in rows):
         own = [r for r in rows if (r["pattern"], r["layout"]) == (pattern, layout)]
@@ -141,39 +156,54 @@ def contexts() -> str:
         if row["threads"] == most and tuple(row[kind] for kind in kinds) in long
     }
     prompts, lengths = (
-        sorted({tokens for *_, phase, tokens in own if phase == wanted and tokens != 128})
-        for wanted in ("prefill", "decode")
+        [
+            tokens
+            for tokens in sorted({tokens for *_, of, tokens in own if of == phase})
+            if all((*key, phase, tokens) in own for key in long)
+        ]
+        for phase in ("prefill", "decode")
     )
-    head = ["pattern", "weights", "cache", *(f"prompt of {length:,}" for length in prompts)]
-    head += [*(f"behind {length:,}" for length in lengths), f"MB a token behind {lengths[-1]:,}"]
+    prompts = [prompts[0], prompts[-1]]
+    head = ["weights", "cache", *(f"prompt of {length:,}" for length in prompts)]
+    head += [*(f"after {length:,}" for length in lengths), f"MB a token after {lengths[-1]:,}"]
     lines = []
-    for key in sorted(long):
-        cells = [own.get((*key, "prefill", n)) for n in prompts]
-        cells += [own.get((*key, "decode", n)) for n in lengths]
-        speeds = (f"{cell['tokens_per_second']:.1f}" if cell else "-" for cell in cells)
-        lines.append(
-            [*key, *speeds, f"{own[*key, 'decode', lengths[-1]]['step_bytes'] / 1e6:,.0f}"]
-        )
+    for pattern, weights, cache in sorted(long):
+        key = (pattern, weights, cache)
+        cells = [own[*key, "prefill", n] for n in prompts]
+        cells += [own[*key, "decode", n] for n in lengths]
+        speeds = (f"{cell['tokens_per_second']:.1f}" for cell in cells)
+        size = f"{cells[-1]['step_bytes'] / 1e6:,.0f}"
+        lines.append([f"{pattern} {weights}", cache, *speeds, size])
     command = "sparse-bitnet bench --prefill 512 8192 --contexts 0 8192 --batches 1 --kv-cache C"
     return markdown(head, lines, rows[0], f"{command} --out FILE")
 
 
 def closeness() -> str:
-    columns = [
-        ("model", "{model}"),
-        ("positions", "{tokens:,}"),
-        ("relative error, median", "{relative_error_median:.1e}"),
-        ("largest", "{relative_error_largest:.1e}"),
-        ("above 1e-3", "{positions_above_1e-3}"),
-        ("reference against itself, median", "{reference_own_error_median:.1e}"),
-        ("largest", "{reference_own_error_largest:.1e}"),
-        ("above 1e-3", "{reference_own_positions_above_1e-3}"),
-        ("greedy texts of 200 tokens identical", "{greedy_identical} of {greedy_prompts}"),
-        ("perplexity", "{perplexity:.4f}"),
-        ("of the reference", "{reference_perplexity:.4f}"),
+    head = ["logits", "positions", "error, median", "largest", "above 1e-3", "perplexity"]
+    kinds = (
+        ("the engine's", "relative_error", "positions_above_1e-3", "perplexity"),
+        (
+            "the reference's, other attention",
+            "reference_own_error",
+            "reference_own_positions_above_1e-3",
+            "reference_perplexity",
+        ),
+    )
+    [row] = read("precision", what="closeness")
+    lines = [
+        [
+            name,
+            f"{row['tokens']:,}",
+            f"{row[error + '_median']:.1e}",
+            f"{row[error + '_largest']:.1e}",
+            f"{row[above]:,}",
+            f"{row[perplexity]:.4f}",
+        ]
+        for name, error, above, perplexity in kinds
     ]
-    rows = read("precision", what="closeness")
-    return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
+    note = f"{row['model']}; greedy texts of 200 tokens that are identical: "
+    note += f"{row['greedy_identical']} of {row['greedy_prompts']}; "
+    return markdown(head, lines, row, "python benchmarks/precision.py PACKED TEXT", note)
 
 
 def costs() -> str:
@@ -240,6 +270,6 @@ def server() -> str:
     ]
     rows = []
     for row in read("server"):
-        between = row.get("seconds_between_tokens", row["seconds_per_token"])
+        between = row["seconds_between_tokens"]
         rows.append({"server": "sparse-bitnet"} | row | {p: 1e3 * between[p] for p in between})
     return filled(columns, rows, "python benchmarks/load_server.py PACKED")
