@@ -42,8 +42,8 @@ def main() -> None:
             for name, exact in PATTERNS.items():
                 pattern = NMPattern.parse(name)
                 for place, size in SIZES.items():
-                    found = measure_formats(pattern, pool, kernels, exact=exact, size=size)
-                    for format, seconds in found.items():
+                    by_format = measure_formats(pattern, pool, kernels, exact=exact, size=size)
+                    for format, seconds in by_format.items():
                         key = (name, format, place)
                         best[key] = min(seconds, best.get(key, seconds))
         for name, format in dict.fromkeys(key[:2] for key in best):

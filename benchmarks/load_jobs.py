@@ -97,7 +97,7 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
                 # The one name that both servers know.
                 body |= {"json_schema": SCHEMA}
                 grammar = Grammar.json_schema(SCHEMA)
-        [found] = generate(
+        [made] = generate(
             opened.engine,
             [prompt],
             GenerateOptions(max_new_tokens=wanted, sampling=SamplingOptions(temperature=0)),
@@ -106,7 +106,7 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             form=None if grammar is None else grammars.start(grammar),
             is_start="messages" in body,
         )
-        text, finish = found.text, found.finish_reason
+        text, finish = made.text, made.finish_reason
         if reader is not None:
             pieces = reader.feed(text) + reader.end()
             text = "".join(
@@ -115,6 +115,6 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             )
             finish = "tool_calls" if finish == "stop" and reader.calls else finish
         path = "chat/completions" if "messages" in body else "completions"
-        jobs.append(Job(path, body, prompt, text, len(found.tokens), str(finish)))
+        jobs.append(Job(path, body, prompt, text, len(made.tokens), str(finish)))
     opened.engine.close()
     return jobs

@@ -58,8 +58,6 @@ class Tally:
     tokens: int = 0
     first: list[float] = field(default_factory=list)
     """Seconds from request to first event with text."""
-    between: list[float] = field(default_factory=list)
-    """Mean seconds a token after the first, of each stream."""
     gaps: list[float] = field(default_factory=list)
     """Seconds from one event with text to the next."""
     resident: list[int] = field(default_factory=list)
@@ -124,8 +122,6 @@ async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally, o
         tally.cached_tokens += usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         if first is not None:
             tally.first.append(first - began)
-        if first is not None and last is not None and job.tokens > 1:
-            tally.between.append((last - first) / (job.tokens - 1))
 
 
 async def load(
@@ -188,31 +184,10 @@ def row_of(
         "prompt_tokens": tally.prompt_tokens,
         "cached_tokens": tally.cached_tokens,
         "seconds_to_first_token": percentiles(tally.first),
-        "seconds_per_token": percentiles(tally.between),
         "seconds_between_tokens": percentiles(tally.gaps),
         "resident_bytes_after_a_quarter": tally.resident[len(tally.resident) // 4],
         "resident_bytes_at_the_end": tally.resident[-1],
     }
-
-
-def show(row: dict, console: Console) -> None:
-    compared = "texts equal to the serial run" if row["server"] == OURS else "texts"
-    console.print(
-        f"{row['server']}, {row['model']}: {row['streams']} streams for {row['seconds']:.1f} s: "
-        f"{row['ended']} {compared}, {row['left_halfway']} left halfway, "
-        f"[bold]{row['lost_or_mixed_up']} lost or mixed up[/]"
-    )
-    console.print(
-        f"{row['generated_tokens_per_second']:.1f} tokens/s generated, "
-        f"{row['prompt_tokens'] / row['seconds']:.1f} tokens/s of prompts "
-        f"({row['cached_tokens'] / max(row['prompt_tokens'], 1):.0%} cached), "
-        f"{row['requests_per_second']:.2f} requests/s"
-    )
-    early, late = row["resident_bytes_after_a_quarter"], row["resident_bytes_at_the_end"]
-    console.print(f"resident memory {early / 1e6:.1f} MB, at the end {late / 1e6:.1f} MB")
-    for name in ("seconds_to_first_token", "seconds_per_token", "seconds_between_tokens"):
-        found = ", ".join(f"{key} {1e3 * value:.1f} ms" for key, value in row[name].items())
-        console.print(f"{name.replace('_', ' ').replace('seconds', 'time')}: {found}")
 
 
 def main() -> None:
@@ -250,7 +225,7 @@ def main() -> None:
     for name, server in servers.items():
         tally, seconds = asyncio.run(load(server, jobs, options, name == OURS))
         row = row_of(name, tally, seconds, jobs, options, arguments)
-        show(row, console)
+        console.print_json(data=row)
         for error in tally.errors[:5]:
             console.print(error, markup=False)
         append_records(out, [row], where)

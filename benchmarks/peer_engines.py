@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparse_bitnet import _cpu
 from sparse_bitnet.bench.child import OURS as OUR_CHILD
 from sparse_bitnet.bench.child import Child, cache_tokens
 from sparse_bitnet.errors import UserError
@@ -18,6 +19,8 @@ from sparse_bitnet.errors import UserError
 OURS = "sparse-bitnet"
 TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
 """GGUF types for the block weights of the exported model."""
+NATIVE = _cpu.supported_isas()[0]
+"""Best instruction set of this machine, for which peers are built by default."""
 LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
 LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 
@@ -30,6 +33,7 @@ class Engine:
     type: str
     """Its weights' type or format."""
     isa: str
+    """Instruction set that it uses, by our name."""
     threads: int
     measure: Callable[[str, int], float]
     """(phase, tokens) -> seconds of the prompt, or of one decoded token."""
@@ -92,7 +96,7 @@ def llama_cpp_engines(
                 question = {"op": phase, "tokens": tokens, "steps": tokens, "context": 0}
                 return child.ask({**question, "threads": threads})["seconds"]
 
-            yield Engine("llama.cpp", type.upper(), "", threads, measure, child.pid)
+            yield Engine("llama.cpp", type.upper(), NATIVE, threads, measure, child.pid)
 
 
 def litespark_engines(
@@ -106,7 +110,7 @@ def litespark_engines(
         def measure(phase: str, tokens: int, child: Child = child) -> float:
             return child.ask({"op": phase, "tokens": tokens, "steps": tokens})["seconds"]
 
-        yield Engine("litespark-inference", "2 bits", "", threads, measure, child.pid)
+        yield Engine("litespark-inference", "2 bits", NATIVE, threads, measure, child.pid)
 
 
 def gguf_file(folder: Path, type: str) -> Path:
@@ -127,6 +131,7 @@ def other_engines(folder: Path, options: argparse.Namespace) -> Iterable[Engine]
         given = options.gguf[place]
         gguf = gguf_file(folder, given) if given in TYPES else Path(given)
         arguments = options.llama_bench_args[place] if place < len(options.llama_bench_args) else ""
+        isa = options.built_for[place] if place < len(options.built_for) else NATIVE
         for threads in options.threads:
 
             def measure(
@@ -142,7 +147,7 @@ def other_engines(folder: Path, options: argparse.Namespace) -> Iterable[Engine]
 
             type = given.upper() if given in TYPES else gguf.stem
             type = f"{type} {arguments}".strip()
-            yield Engine(binary.parent.name or binary.name, type, "", threads, measure)
+            yield Engine(binary.parent.name or binary.name, type, isa, threads, measure)
 
 
 def llama_bench(command: list[str], phase: str, tokens: int) -> float:

@@ -5,13 +5,16 @@
     python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
     python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
     python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
+    python benchmarks/peers.py --type --isa avx2 --llama-bench PATH --gguf FILE --built-for avx2
     pip install --no-deps litespark-inference       # needs what is there already
     python benchmarks/peers.py --model bitnet-2b4t --type --litespark
     python benchmarks/peers.py --model qwen3-8b --scale-group 128 --type q2_0
 
 llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
 library of llama-cpp-python. Other engines built on it are given as their llama-bench with a file of
-theirs, or with the type of the exported one; both options may be repeated, pair by pair. --litespark adds
+theirs, or with the type of the exported one; both options may be repeated, pair by pair. A peer is
+compared with our code for the instruction set that the peer was built for (`--built-for`; by default the
+best one of this machine). --litespark adds
 litespark-inference, which has BitNet b1.58 alone, on a random model of the same shape. Every engine lives
 in a process of its own and waits idle while another one is measured; they take turns in another order
 each round, and medians are reported. Ours and theirs read about as many bytes for the head: 8 bits a
@@ -30,9 +33,7 @@ from typing import Any
 
 from peer_engines import OURS, TYPES, Engine, engines_of, version_of
 from recorded import RESULTS
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from sparse_bitnet.bench.machine import READ_BYTES, Contention, RooflineMeter, turns, warning
 from sparse_bitnet.bench.random_model import cached_random_model
@@ -117,51 +118,38 @@ def rows_of(
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return our speed ratios, row by row: to the fastest peer, and to each type at its best threads."""
-    found = []
-    for ours in rows:
-        peers = [row for row in rows if row.engine != OURS and row.phase == ours.phase]
-        if ours.engine == OURS and peers:
-            peers.sort(key=lambda row: row.tokens_per_second)
-            fastest = peers[-1]
-            found.append(
+    """Return our speed over the fastest peer's, for each phase and instruction set, at the best number of
+    threads of either; only engines of one instruction set are compared."""
+    made = []
+    for phase, isa in dict.fromkeys((row.phase, row.isa) for row in rows if row.engine == OURS):
+        own = [row for row in rows if (row.phase, row.isa) == (phase, isa)]
+        best = {
+            is_ours: [row for row in own if (row.engine == OURS) is is_ours]
+            for is_ours in (True, False)
+        }
+        if best[False]:
+            ours, peer = (
+                max(best[side], key=lambda row: row.tokens_per_second) for side in (True, False)
+            )
+            made.append(
                 {
-                    "phase": ours.phase,
-                    "threads": ours.threads,
-                    "type": ours.type,
-                    "isa": ours.isa,
-                    "fastest_peer": f"{fastest.engine} {fastest.type}, {fastest.threads} threads",
-                    "over_fastest_peer": ours.tokens_per_second / fastest.tokens_per_second,
-                    "over": {
-                        f"{row.engine} {row.type}": ours.tokens_per_second / row.tokens_per_second
-                        for row in peers
-                    },
+                    "phase": phase,
+                    "isa": isa,
+                    "ours": f"{ours.type}, {ours.threads} threads",
+                    "peer": f"{peer.engine} {peer.type}, {peer.threads} threads",
+                    "ratio": ours.tokens_per_second / peer.tokens_per_second,
                 }
             )
-    return found
+    return made
 
 
-def table_of(rows: list[Row], title: str) -> Table:
-    table = Table(
-        title=title,
-        caption="tokens/s, medians; in brackets the slowest and fastest round",
-        box=box.SIMPLE_HEAD,
+def line_of(row: Row) -> str:
+    """Return the median tokens/s of a row, with its slowest and fastest round in brackets."""
+    rates = [row.tokens_per_second * statistics.median(row.seconds) / s for s in row.seconds]
+    return (
+        f"{row.phase} {row.tokens}, {row.threads} threads: {row.tokens_per_second:6.1f} tokens/s "
+        f"[{min(rates):.1f} to {max(rates):.1f}]  {row.engine} {row.type} ({row.isa})"
     )
-    for name in ("engine", "weights", "threads"):
-        table.add_column(name, overflow="fold")
-    for phase, tokens in dict.fromkeys((row.phase, row.tokens) for row in rows):
-        table.add_column(f"{phase} {tokens}", justify="right", overflow="fold")
-    cells: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        rates = [row.tokens_per_second * statistics.median(row.seconds) / s for s in row.seconds]
-        line = (row.engine, f"{row.type} {row.isa}".strip(), str(row.threads))
-        digits = 0 if row.tokens_per_second >= 100 else 1
-        cells.setdefault(line, []).append(
-            f"{row.tokens_per_second:.{digits}f} [{min(rates):.0f}-{max(rates):.0f}]"
-        )
-    for line, values in cells.items():
-        table.add_row(*line, *values)
-    return table
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -184,6 +172,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-bench", type=Path, action="append", default=[])
     parser.add_argument("--gguf", action="append", default=[], help=f"a file, or {'/'.join(TYPES)}")
     parser.add_argument("--llama-bench-args", action="append", default=[])
+    parser.add_argument(
+        "--built-for", action="append", default=[], help="instruction set of each --llama-bench"
+    )
     parser.add_argument(
         "--models", type=Path, help="keeps the models; by default a temporary folder"
     )
@@ -215,12 +206,11 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
         seconds = measure_all(engines, options, meters, progress)
         others = contention.others_share()
     rows = rows_of(engines, seconds, options)
-    console.print(table_of(rows, f"{options.model} {pattern}"))
+    for row in rows:
+        console.print(line_of(row), markup=False, soft_wrap=True)
     for ratio in ratios(rows):
         console.print(
-            f"{ratio['phase']}, {ratio['threads']} threads, ours {ratio['type']} {ratio['isa']}: "
-            f"{ratio['over_fastest_peer']:.2f} x the fastest peer ({ratio['fastest_peer']})",
-            soft_wrap=True,
+            "{phase}, {isa}: {ours} is {ratio:.2f}x {peer}".format(**ratio), soft_wrap=True
         )
     rooflines = [meter.result(isa) for meter in meters for isa in isas]
     for roofline in rooflines:
@@ -237,7 +227,6 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
         shared = {"model": options.model, "pattern": str(pattern)}
         shared |= {"scale_group": options.scale_group} if options.scale_group else {}
         records = [{**shared, **asdict(row)} for row in rows]
-        records += [{**shared, "ratio": ratio} for ratio in ratios(rows)]
         records += [{**shared, "roofline": roofline} for roofline in rooflines]
         append_records(out, records, where)
         console.print(f"written to {out}")
@@ -246,9 +235,7 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
 def main() -> None:
     options = parse_arguments()
     try:
-        console = Console()
-        # In a file or a pipe, which have no width, nothing of a row is to be cut off.
-        run(options, console if console.is_terminal else Console(width=160))
+        run(options, Console())
     except UserError as error:
         sys.exit(f"peers.py: {error}")
 

@@ -37,21 +37,21 @@ def logits_of(model, tokens: list[int], context: int) -> np.ndarray:
 
 
 def engine_logits(engine: Engine, tokens: list[int], context: int) -> np.ndarray:
-    found = []
+    logits = []
     for start in range(0, len(tokens), context):
         sequence = engine.new_sequence()
-        found += engine.forward([(sequence, tokens[start : start + context])], logits="all")
+        logits += engine.forward([(sequence, tokens[start : start + context])], logits="all")
         sequence.close()
-    return np.concatenate(found)
+    return np.concatenate(logits)
 
 
 def greedy(step, prompt: list[int]) -> list[int]:
     """NEW_TOKENS tokens; `step` takes the tokens that are new and returns logits."""
-    found, new = [], prompt
+    text, new = [], prompt
     for _ in range(NEW_TOKENS):
-        found.append(int(np.argmax(step(new))))
-        new = found[-1:]
-    return found
+        text.append(int(np.argmax(step(new))))
+        new = text[-1:]
+    return text
 
 
 def reference_step(model):
@@ -125,14 +125,14 @@ def costs(folder: Path, tokens: list[int], context: int) -> list[dict]:
         except UserError as error:  # int4 takes groups of 64
             print(error)
             continue
-        found = perplexity(engine, np.array(tokens), context_length=context)
+        score = perplexity(engine, np.array(tokens), context_length=context)
         rows.append(
             {
                 "what": "cost",
                 "head": head,
                 "kv_cache": cache,
-                "perplexity": found.perplexity,
-                "tokens": found.tokens,
+                "perplexity": score.perplexity,
+                "tokens": score.tokens,
                 "context": context,
                 "head_bytes": engine.head_bytes,
             }

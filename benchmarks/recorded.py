@@ -16,18 +16,18 @@ class NothingRecorded(Exception):
 
 def files(kind: str) -> list[Path]:
     """Return the result files of a kind, newest first. Raises `NothingRecorded` if there are none."""
-    found = sorted(RESULTS.glob(f"*_{kind}.jsonl"), reverse=True)
-    if not found:
+    paths = sorted(RESULTS.glob(f"*_{kind}.jsonl"), reverse=True)
+    if not paths:
         raise NothingRecorded(kind)
-    return found
+    return paths
 
 
 def read(kind: str, **where: object) -> list[Row]:
     """Rows of the newest run of a kind that has some with the given values. Raises `NothingRecorded`."""
     for path in files(kind):
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        if found := [row for row in rows if all(row[name] == where[name] for name in where)]:
-            return found
+        if chosen := [row for row in rows if all(row[name] == where[name] for name in where)]:
+            return chosen
     raise NothingRecorded(kind)
 
 

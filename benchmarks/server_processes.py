@@ -21,10 +21,10 @@ async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
+        address = re.search(r"http://\S+", process.stdout.readline())
+        if address is None:
             raise SystemExit("the server did not start")
-        yield found[0], process.pid
+        yield address[0], process.pid
         process.send_signal(signal.SIGTERM)
         if process.wait(60) != 0:
             raise SystemExit(f"the server ended with code {process.returncode}")

@@ -30,15 +30,15 @@ def follow(engine: Engine, text: list[int]) -> None:
     compute = engine._compute
 
     def computed(batch, logits):
-        found = compute(batch, logits)
-        for (sequence, tokens), rows in zip(batch, found, strict=False):
+        logits_of = compute(batch, logits)
+        for (sequence, tokens), rows in zip(batch, logits_of, strict=False):
             for row, place in zip(
                 rows[::-1] if rows.ndim > 1 else [rows], range(len(tokens)), strict=False
             ):
                 end = len(sequence) + len(tokens) - place
                 if end < len(text):
                     row[text[end]] = 1e6
-        return found
+        return logits_of
 
     engine._compute = computed
 
@@ -98,7 +98,7 @@ def main() -> None:
         for name, *files in options.text:
             prompt, text = (tokenizer.encode(Path(file).read_text("utf-8")) for file in files)
             prompt, text = prompt[: options.prompt_tokens], text[: options.tokens]
-            found = measured(engine, tokenizer, prompt, text, options.turns)
+            speeds = measured(engine, tokenizer, prompt, text, options.turns)
             row = {
                 "model": options.folder.name,
                 "weight_format": engine.weight_format,
@@ -106,7 +106,7 @@ def main() -> None:
                 "text": name,
                 "prompt_tokens": len(prompt),
                 "tokens": len(text),
-                **found,
+                **speeds,
             }
             rows.append(row)
             console.print(row)

@@ -37,10 +37,7 @@ if not importlib.util.find_spec("sparse_bitnet").origin.startswith(sys.argv[2]):
 import sparse_bitnet._cpu
 assert sparse_bitnet.__file__.startswith(sys.argv[2]), sparse_bitnet.__file__
 from sparse_bitnet.training.config import TrainConfig
-try:
-    from sparse_bitnet.training.trainer import train
-except ImportError:  # its name before
-    from sparse_bitnet.training.train import train
+from sparse_bitnet.training.trainer import train
 config = TrainConfig(**json.loads(sys.argv[1]))
 began = 0.0
 def on_step(row):
@@ -103,17 +100,17 @@ def main() -> None:
                 "here": Child(ROOT, {**config, "compile": "on", "out": f"{folder}/here"}),
                 "other": Child(options.other, {**config, "out": f"{folder}/other"}),
             }
-            found = {name: [] for name in children}
+            timed = {name: [] for name in children}
             for _ in range(options.turns):
                 for name, child in children.items():
                     turn = [child.step() for _ in range(TURN)]
-                    found[name].append(turn[WARM:])
+                    timed[name].append(turn[WARM:])
             for child in children.values():
                 child.process.kill()
         # A median a turn; the first is of a cold start.
         taken = {
             name: [statistics.median(seconds for seconds, _ in turn) for turn in turns[1:]]
-            for name, turns in found.items()
+            for name, turns in timed.items()
         }
         ratios = [old / new for old, new in zip(taken["other"], taken["here"], strict=True)]
         head = subprocess.check_output(["git", "-C", options.other, "rev-parse", "HEAD"], text=True)
@@ -124,7 +121,7 @@ def main() -> None:
                 name: 2048 / statistics.median(seconds) for name, seconds in taken.items()
             },
             "times_as_fast": statistics.median(ratios),
-            "last_losses": {name: each[-1][-1][1] for name, each in found.items()},
+            "last_losses": {name: each[-1][-1][1] for name, each in timed.items()},
         }
         where = where_measured()
         append_records(result_file(RESULTS, "training-speed", where), [row], where)

@@ -32,9 +32,9 @@ def distill_own() -> str:
 
 def _distilled(kind: str, arguments: str) -> str:
     rows = read(kind)
-    found: dict[tuple[str, str], list[float]] = {}
+    perplexities: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        found.setdefault((row["method"], row["format"]), []).append(row["perplexity"])
+        perplexities.setdefault((row["method"], row["format"]), []).append(row["perplexity"])
     trained = next(row for row in rows if row["tokens"])
     lines = [
         [
@@ -44,7 +44,7 @@ def _distilled(kind: str, arguments: str) -> str:
             f"{min(values):,.2f} to {max(values):,.2f}" if len(values) > 1 else "",
             str(len(values)) if method in ("fine-tuning", "distillation") else "",
         ]
-        for (method, format), values in found.items()
+        for (method, format), values in perplexities.items()
     ]
     head = ["", "format", "perplexity", "least to most", "seeds"]
     note = f"{trained['tokens']:,} tokens a training; "
