@@ -80,9 +80,9 @@ INLINE float quantize_group(const float* from, std::uint8_t* out) {
     const float inverse = -steps / extreme;
     // Of groups of zeros, and of numbers too small to be divided by.
     if (!__builtin_isfinite(inverse)) break;
-    const Fit found = fit(values, inverse);
-    if (found.gain > best.gain) {
-      best = found;
+    const Fit candidate = fit(values, inverse);
+    if (candidate.gain > best.gain) {
+      best = candidate;
       best_inverse = inverse;
     }
   }

@@ -42,11 +42,11 @@ KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std
 }
 
 KvCache::Sequence& KvCache::find(int sequence) {
-  const auto found = sequences_.find(sequence);
-  if (found == sequences_.end()) {
+  const auto entry = sequences_.find(sequence);
+  if (entry == sequences_.end()) {
     throw std::out_of_range("sequence " + std::to_string(sequence) + " is not open");
   }
-  return found->second;
+  return entry->second;
 }
 
 const KvCache::Sequence& KvCache::find(int sequence) const {

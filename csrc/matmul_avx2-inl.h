@@ -23,12 +23,12 @@ INLINE LookupTable lookup_table(const std::uint8_t* entries) {
   return table;
 }
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
-  Bytes found = {};
+  Bytes bytes = {};
   UNROLL for (int i = 0; i < 4; ++i) {
     const Bytes entries = bit_cast<Bytes>(_mm256_shuffle_epi8(table.of[i], bits(codes & 15)));
-    found |= entries & bit_cast<Bytes>((codes & 0x30) == std::uint8_t(16 * i));
+    bytes |= entries & bit_cast<Bytes>((codes & 0x30) == std::uint8_t(16 * i));
   }
-  return found;
+  return bytes;
 }
 
 INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {

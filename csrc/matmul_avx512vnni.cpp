@@ -26,12 +26,12 @@ INLINE LookupTable lookup_table(const std::uint8_t* entries) {
   return table;
 }
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
-  __m512i found = _mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes & 15));
+  __m512i entries = _mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes & 15));
   UNROLL for (int i = 1; i < 4; ++i) {
     const __mmask64 here = _mm512_cmpeq_epi8_mask(bits(codes & 0x30), _mm512_set1_epi8(char(16 * i)));
-    found = _mm512_mask_shuffle_epi8(found, here, table.of[i], bits(codes & 15));
+    entries = _mm512_mask_shuffle_epi8(entries, here, table.of[i], bits(codes & 15));
   }
-  return bit_cast<Bytes>(found);
+  return bit_cast<Bytes>(entries);
 }
 
 #include "matmul-inl.h"

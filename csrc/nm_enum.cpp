@@ -65,13 +65,13 @@ const char* GroupDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) 
   const char* damage = nullptr;
   std::int64_t bit = 0;
   for (std::int64_t word = groups / groups_per_word_; word > 0; --word, bit += word_bits) {
-    const char* found = decode_word(load_bits(row, bit, word_bits), groups_per_word_, digits);
-    if (found != nullptr) damage = found;
+    const char* error = decode_word(load_bits(row, bit, word_bits), groups_per_word_, digits);
+    if (error != nullptr) damage = error;
     digits += std::int64_t(groups_per_word_) * pattern_.m;
   }
   if (tail != 0) {
-    const char* found = decode_word(load_bits(row, bit, tail_bits), tail, digits);
-    if (found != nullptr) damage = found;
+    const char* error = decode_word(load_bits(row, bit, tail_bits), tail, digits);
+    if (error != nullptr) damage = error;
     bit += tail_bits;
   }
   return bit % 8 != 0 && row[bit / 8] >> (bit % 8) != 0 ? bad_padding : damage;

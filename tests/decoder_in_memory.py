@@ -144,8 +144,8 @@ class DecoderInMemory:
         return self.address(np.array(tensor.detach().float().numpy(), order="C"))
 
     def weight_of(self, module: nn.Module, name: str) -> int:
-        found = getattr(module, name, None)
-        return 0 if found is None else self.floats(found.weight + float(self.is_gemma))
+        norm = getattr(module, name, None)
+        return 0 if norm is None else self.floats(norm.weight + float(self.is_gemma))
 
     def rows(self, rows: np.ndarray) -> tuple[int, int]:
         """64-byte aligned copy of uint8 [rows, bytes], padding poisoned: (row_stride, address)."""

@@ -78,26 +78,26 @@ def reference_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     return load_reference(folder)(torch.tensor([tokens])).logits[0].numpy()
 
 
-def errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def errors(logits: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """|difference| / |expected| of each position, both Euclidean."""
-    return np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    return np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
 
 
-def typical_error(found: np.ndarray, expected: np.ndarray) -> float:
+def typical_error(logits: np.ndarray, expected: np.ndarray) -> float:
     """The error that a quarter of the positions keep to.
 
     The last bit of a float, which the processor decides, can turn the rounding of an int8 activation.
     That moves one position by up to 0.02, and those behind it, which attend to it, by less.
     """
-    return float(np.quantile(errors(found, expected), 0.25))
+    return float(np.quantile(errors(logits, expected), 0.25))
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(logits: np.ndarray, expected: np.ndarray) -> float:
     """The largest error of a position."""
-    return float(errors(found, expected).max())
+    return float(errors(logits, expected).max())
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_close(logits: np.ndarray, expected: np.ndarray) -> None:
     """Require the same up to roundings of int8 activations."""
-    assert typical_error(found, expected) < 1e-5
-    assert relative_error(found, expected) < 5e-2
+    assert typical_error(logits, expected) < 1e-5
+    assert relative_error(logits, expected) < 5e-2

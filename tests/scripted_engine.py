@@ -104,20 +104,20 @@ class ScriptedEngine:
         if self.delay:
             time.sleep(self.delay)
         self.batches.append([len(tokens) for _, tokens in batch])
-        found = []
+        results = []
         if any(self.fails(sequence.tokens + list(tokens)) for sequence, tokens in batch):
             raise RuntimeError("told to fail")
         for sequence, tokens in batch:
             start = len(sequence)
             sequence._tokens += tokens
             if logits == "last":
-                found.append(self.logits(sequence._tokens, self.vocab_size))
+                results.append(self.logits(sequence._tokens, self.vocab_size))
             elif logits in ("all", "hidden"):
                 width = self.vocab_size if logits == "all" else self.hidden_size
                 ends = range(start + 1, len(sequence) + 1)
                 rows = [self.logits(sequence._tokens[:end], width) for end in ends]
-                found.append(np.stack(rows))
-        return found
+                results.append(np.stack(rows))
+        return results
 
     def close(self) -> None:
         for sequence in list(self.sequences):

@@ -54,13 +54,13 @@ KNOWN = {module_name(path) for path in MODULES} | {"sparse_bitnet._cpu"}
 
 def imported_modules(tree: ast.AST, module: str, is_package: bool) -> set[str]:
     """Every module of ours that the code names in an import, at any depth of nesting."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name != "sparse_bitnet")
+            imported.update(alias.name for alias in node.names if alias.name != "sparse_bitnet")
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sparse_bitnet":
             if node.attr not in OF_THE_PACKAGE:
-                found.add("sparse_bitnet")
+                imported.add("sparse_bitnet")
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -71,13 +71,13 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> set[str]:
                 if base == "sparse_bitnet" and alias.name in OF_THE_PACKAGE:
                     continue
                 submodule = f"{base}.{alias.name}"
-                found.add(submodule if submodule in KNOWN else base)
+                imported.add(submodule if submodule in KNOWN else base)
         elif isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func)
             target = node.args[0]
             if name.endswith(("import_module", "__import__")) and isinstance(target, ast.Constant):
-                found.add(str(target.value))
-    return {name for name in found if name.split(".")[0] in ("sparse_bitnet", PAPER)}
+                imported.add(str(target.value))
+    return {name for name in imported if name.split(".")[0] in ("sparse_bitnet", PAPER)}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -97,16 +97,16 @@ def violations(module: str, imported: set[str]) -> list[str]:
     own = row_name(module)
     if own in ("", *REACH_EVERYTHING):
         return []
-    found = []
+    messages = []
     for name in sorted(imported):
         other = row_name(name)
         if other == "":
-            found.append(f"{module} imports the package itself: name the module instead")
+            messages.append(f"{module} imports the package itself: name the module instead")
         elif other not in ROWS:
-            found.append(f"{module} imports {name}, which has no row")
+            messages.append(f"{module} imports {name}, which has no row")
         elif other != own and (own, other) not in SAME_ROW_ALLOWED and ROWS[other] >= ROWS[own]:
-            found.append(f"{module} (row {ROWS[own]}) imports {name} (row {ROWS[other]})")
-    return found
+            messages.append(f"{module} (row {ROWS[own]}) imports {name} (row {ROWS[other]})")
+    return messages
 
 
 def test_imports_come_from_rows_above() -> None:
@@ -143,5 +143,5 @@ def test_the_rule_itself() -> None:
         ("cli.report", "from sparse_bitnet_paper.scales import Scale", False),
     ):
         name = f"sparse_bitnet.{module}"
-        found = violations(name, imported_modules(ast.parse(code), name, False))
-        assert bool(found) == refused, (module, code)
+        messages = violations(name, imported_modules(ast.parse(code), name, False))
+        assert bool(messages) == refused, (module, code)

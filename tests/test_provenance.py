@@ -13,10 +13,10 @@ from sparse_bitnet.provenance import commit, hardware, provenance
 
 
 def test_everything_is_there_and_json():
-    found = json.loads(json.dumps(provenance()))
-    assert set(found) == {"commit", "hardware", "threads", "versions", "date"}
-    assert {"sparse-bitnet", "python", "numpy"} <= found["versions"].keys()
-    assert datetime.fromisoformat(found["date"]).utcoffset().total_seconds() == 0
+    record = json.loads(json.dumps(provenance()))
+    assert set(record) == {"commit", "hardware", "threads", "versions", "date"}
+    assert {"sparse-bitnet", "python", "numpy"} <= record["versions"].keys()
+    assert datetime.fromisoformat(record["date"]).utcoffset().total_seconds() == 0
 
 
 @pytest.mark.parametrize(

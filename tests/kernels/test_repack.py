@@ -265,7 +265,7 @@ def quantize_table(
     stride = (columns // (2 if type == "int4" else 1) + 63) // 64 * 64
     out = np.full(rows * stride + 64, POISON, np.uint8)
     base = -out.ctypes.data % 64
-    found = np.full((rows, columns // 64 if type == "int4" else 1), np.nan, np.float32)
+    made = np.full((rows, columns // 64 if type == "int4" else 1), np.nan, np.float32)
     crc32, is_readable, damage = _cpu.Kernels.choose(isa).load_table(
         pool,
         _cpu.StoredTable(
@@ -282,11 +282,11 @@ def quantize_table(
             columns,
             stride,
             out.ctypes.data + base,
-            found.ctypes.data,
+            made.ctypes.data,
         ),
     )
     assert (crc32, is_readable) == (zlib.crc32(source.tobytes()), True)
-    return out[base : base + rows * stride].reshape(rows, stride), found, damage is None
+    return out[base : base + rows * stride].reshape(rows, stride), made, damage is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -324,12 +324,12 @@ def test_int4_tables_are_the_same_on_every_instruction_set(pool) -> None:
     values[4] = 1
     values[5, :64] = values[5, 64]
     values[6] = torch.arange(192) - 96
-    found = []
+    results = []
     for isa in _cpu.supported_isas():
         got, scales, finite = quantize_table(pool, values, "int4", isa=isa)
         assert finite
-        found.append((got.tobytes(), scales.tobytes()))
-    assert len(set(found)) == 1
+        results.append((got.tobytes(), scales.tobytes()))
+    assert len(set(results)) == 1
 
 
 def test_values_that_are_not_finite_are_found(pool) -> None:
