@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import RESULTS
+from recorded import record
 
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.data.loader import TokenLoader
@@ -119,9 +118,7 @@ def main() -> None:
     )
     for row in rows(base, options.teacher, options.runs, options.one_shot):
         tokens = options.steps * 8 * 128 if "seed" in row else 0
-        where = where_measured()
-        kind = "distill-own" if options.own else "distill"
-        append_records(result_file(RESULTS, kind, where), [{**row, "tokens": tokens}], where)
+        record("distill-own" if options.own else "distill", [{**row, "tokens": tokens}])
         print(row, flush=True)
 
 

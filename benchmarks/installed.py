@@ -16,9 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from recorded import RESULTS
+from recorded import record
 
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
+from sparse_bitnet.provenance import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
@@ -73,9 +73,8 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="that the wheel is for")
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     options = parser.parse_args()
-    where, ask = where_measured(), "import platform; print(platform.python_version())"
+    ask = "import platform; print(platform.python_version())"
     told = subprocess.run([options.python, "-c", ask], check=True, capture_output=True, text=True)
-    where["versions"]["python"] = told.stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([options.python, "-m", "venv", folder], check=True)
         python = f"{folder}/bin/python"
@@ -95,7 +94,7 @@ def main() -> None:
         rows += sizes(packages)
     for row in rows:
         print(*row.values())
-    append_records(options.out or result_file(RESULTS, "installed", where), rows, where)
+    record("installed", rows, options.out, versions=versions() | {"python": told.stdout.strip()})
 
 
 if __name__ == "__main__":

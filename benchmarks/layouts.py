@@ -10,11 +10,10 @@ each pattern several times; the least counts. Appends rows to benchmarks/results
 import argparse
 from pathlib import Path
 
-from recorded import RESULTS
+from recorded import record
 from rich.console import Console
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.format_tuning import COLUMNS, measure_formats
 from sparse_bitnet.engine.weights import row_bytes
 from sparse_bitnet.pattern import NMPattern
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     options = parser.parse_args()
-    kernels, where, rows = _cpu.Kernels.choose(options.isa), where_measured(), []
+    kernels, rows = _cpu.Kernels.choose(options.isa), []
     for threads in options.threads:
         pool, roofline = _cpu.ThreadPool(threads), _cpu.Roofline(threads, SIZES["memory"])
         best: dict[tuple[str, str, str], float] = {}
@@ -62,7 +61,7 @@ def main() -> None:
                     "read_bytes_per_second": bytes_per_second,
                 }
             )
-    append_records(options.out or result_file(RESULTS, "layouts", where), rows, where)
+    record("layouts", rows, options.out)
     Console().print(rows)
 
 

@@ -32,12 +32,11 @@ from typing import Any
 import httpx
 import numpy as np
 from load_jobs import KINDS, Job, make_jobs
-from recorded import RESULTS
+from recorded import record
 from rich.console import Console
 from server_processes import llama_server, started_server
 
 from sparse_bitnet.bench.child import resident_bytes
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.host import available_cores
 
@@ -213,7 +212,7 @@ def main() -> None:
         name = "--" + option.name.replace("_", "-")
         known.add_argument(name, type=kind, default=option.default)
     engine = EngineOptions(**vars(known.parse_known_args(arguments)[0]))
-    console, where = Console(), where_measured()
+    console, failed = Console(), False
     jobs = make_jobs(options.checkpoint, engine, options)
     servers = {OURS: started_server(options.checkpoint, arguments)}
     if options.llama_server:
@@ -221,14 +220,13 @@ def main() -> None:
         servers["llama.cpp"] = llama_server(
             options.llama_server, options.gguf, threads, options.streams, options.context
         )
-    out, failed = options.out or result_file(RESULTS, "server", where), False
     for name, server in servers.items():
         tally, seconds = asyncio.run(load(server, jobs, options, name == OURS))
         row = row_of(name, tally, seconds, jobs, options, arguments)
         console.print_json(data=row)
         for error in tally.errors[:5]:
             console.print(error, markup=False)
-        append_records(out, [row], where)
+        out = record("server", [row], options.out)
         failed = failed or bool(tally.errors)
     console.print(f"written to {out}")
     sys.exit(failed)

@@ -37,8 +37,6 @@ class Engine:
     threads: int
     measure: Callable[[str, int], float]
     """(phase, tokens) -> seconds of the prompt, or of one decoded token."""
-    pid: int | None = None
-    """Id of the engine's process; None if every measurement starts a new process."""
 
 
 def engines_of(folder: Path, options: argparse.Namespace, stack: ExitStack) -> list[Engine]:
@@ -75,9 +73,7 @@ def our_engines(folder: Path, options: argparse.Namespace, stack: ExitStack) -> 
                     question = {"op": phase, "tokens": tokens, "steps": tokens}
                     return child.ask({**question, "context": 0, "batch": 1})["seconds"]
 
-                yield Engine(
-                    OURS, loaded["weight_format"], loaded["isa"], threads, measure, child.pid
-                )
+                yield Engine(OURS, loaded["weight_format"], loaded["isa"], threads, measure)
 
 
 def llama_cpp_engines(
@@ -96,7 +92,7 @@ def llama_cpp_engines(
                 question = {"op": phase, "tokens": tokens, "steps": tokens, "context": 0}
                 return child.ask({**question, "threads": threads})["seconds"]
 
-            yield Engine("llama.cpp", type.upper(), NATIVE, threads, measure, child.pid)
+            yield Engine("llama.cpp", type.upper(), NATIVE, threads, measure)
 
 
 def litespark_engines(
@@ -110,7 +106,7 @@ def litespark_engines(
         def measure(phase: str, tokens: int, child: Child = child) -> float:
             return child.ask({"op": phase, "tokens": tokens, "steps": tokens})["seconds"]
 
-        yield Engine("litespark-inference", "2 bits", NATIVE, threads, measure, child.pid)
+        yield Engine("litespark-inference", "2 bits", NATIVE, threads, measure)
 
 
 def gguf_file(folder: Path, type: str) -> Path:

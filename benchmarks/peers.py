@@ -32,12 +32,17 @@ from pathlib import Path
 from typing import Any
 
 from peer_engines import OURS, TYPES, Engine, engines_of, version_of
-from recorded import RESULTS
+from recorded import record
 from rich.console import Console
 
-from sparse_bitnet.bench.machine import READ_BYTES, Contention, RooflineMeter, turns, warning
+from sparse_bitnet.bench.interleaved import (
+    READ_BYTES,
+    RooflineMeter,
+    others_share,
+    processor_seconds,
+    turns,
+)
 from sparse_bitnet.bench.random_model import cached_random_model
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
@@ -198,13 +203,13 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
     folder = cached_random_model(
         options.model, pattern, cache=options.models, scale_group=options.scale_group
     )
+    before = processor_seconds()
     with ExitStack() as stack, Progress(console) as progress:
         engines = engines_of(folder, options, stack)
         isas = sorted({engine.isa for engine in engines if engine.name == OURS})
         meters = [RooflineMeter(threads, isas, read_bytes) for threads in options.threads]
-        contention = Contention({engine.pid for engine in engines if engine.pid is not None})
         seconds = measure_all(engines, options, meters, progress)
-        others = contention.others_share()
+    others = others_share(before)
     rows = rows_of(engines, seconds, options)
     for row in rows:
         console.print(line_of(row), markup=False, soft_wrap=True)
@@ -219,16 +224,14 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
             f"{roofline['read_bytes_per_second'] / 1e9:.1f} GB/s, int8 "
             f"{roofline['int8_ops_per_second'] / 1e12:.2f} TOP/s"
         )
-    if doubt := warning(others):
-        console.print(doubt, soft_wrap=True)
-    where = {**where_measured(), "others_share": others}
-    out = options.out or (None if options.quick else result_file(RESULTS, "peers", where))
-    if out is not None:
+    if others is not None:
+        console.print(f"other processes used {others:.0%} of the processors")
+    if options.out or not options.quick:
         shared = {"model": options.model, "pattern": str(pattern)}
         shared |= {"scale_group": options.scale_group} if options.scale_group else {}
         records = [{**shared, **asdict(row)} for row in rows]
         records += [{**shared, "roofline": roofline} for roofline in rooflines]
-        append_records(out, records, where)
+        out = record("peers", records, options.out, others_share=others)
         console.print(f"written to {out}")
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from recorded import RESULTS
+from recorded import record
 from rich.console import Console
 
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.engine.engine import CACHE_TYPES, Engine
 from sparse_bitnet.errors import UserError
@@ -152,14 +151,12 @@ def main() -> None:
     parser.add_argument("--name", help="of the model, in the record")
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     options = parser.parse_args()
-    where = where_measured()
     tokens = TextTokenizer.load(options.folder).encode(options.text.read_text(encoding="utf-8"))
     rows = [closeness(options.folder, tokens[: options.tokens], options.context)]
     rows += costs(options.folder, tokens[: options.cost_tokens], options.context)
     name = options.name or options.folder.name
     rows = [{"model": name, "text": options.text.name, **row} for row in rows]
-    out = options.out or result_file(RESULTS, "precision", where)
-    append_records(out, rows, where)
+    out = record("precision", rows, options.out)
     console = Console()
     for row in rows:
         console.print_json(data=row)

@@ -2,8 +2,11 @@
 """Rows in benchmarks/results/ and tables of them."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from sparse_bitnet.provenance import append_records, where_measured
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -12,6 +15,18 @@ Row = dict
 
 class NothingRecorded(Exception):
     """There are no rows of a kind."""
+
+
+def record(kind: str, rows: Iterable[Row], out: Path | None = None, **more: object) -> Path:
+    """Append rows to `out`, by default to the file of their kind, day and machine in results/.
+
+    `more` is written with where they were measured. Returns the file.
+    """
+    where = where_measured() | more
+    hardware = re.sub(r"[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    out = out or RESULTS / f"{where['date'][:10]}_{hardware}_{kind}.jsonl"
+    append_records(out, rows, where)
+    return out
 
 
 def files(kind: str) -> list[Path]:

@@ -13,10 +13,9 @@ import argparse
 import time
 from pathlib import Path
 
-from recorded import RESULTS
+from recorded import record
 from rich.console import Console
 
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
     options = parser.parse_args()
-    where, tokenizer, rows = where_measured(), TextTokenizer.load(options.tokenizer), []
+    tokenizer, rows = TextTokenizer.load(options.tokenizer), []
     console = Console()
     for threads in options.threads:
         engine = Engine.load(
@@ -111,7 +110,7 @@ def main() -> None:
             rows.append(row)
             console.print(row)
         engine.close()
-    append_records(options.out or result_file(RESULTS, "speculation", where), rows, where)
+    record("speculation", rows, options.out)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from recorded import RESULTS
-
-from sparse_bitnet.bench.record import append_records, result_file, where_measured
+from recorded import record
 
 TURN, WARM = 15, 3
 """Steps of a turn, and those at its beginning that do not count: the other's data fill the caches."""
@@ -123,8 +121,7 @@ def main() -> None:
             "times_as_fast": statistics.median(ratios),
             "last_losses": {name: each[-1][-1][1] for name, each in timed.items()},
         }
-        where = where_measured()
-        append_records(result_file(RESULTS, "training-speed", where), [row], where)
+        record("training-speed", [row])
         print(row, flush=True)
 
 

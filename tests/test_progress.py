@@ -40,7 +40,7 @@ def test_plain_lines_with_rate_and_time_left(clock: list[float]) -> None:
         for step in range(1, 101):
             clock[0] += 2.0
             line(step, 100, text=f"loss {step}")
-        progress.print("done [here]")
+        progress.note("done [here]")
     assert output.file.getvalue().splitlines() == [
         "training  1/100 steps, loss 1",
         "training  25/100 steps, 0.5 steps/s, loss 25, 2 min left",

@@ -45,11 +45,12 @@ def library_errors_as(failure: str) -> Iterator[None]:
 
 
 def check_least(options: object, **least: float) -> None:
-    """Raise `UserError` for a field of `options` below its least value, or NaN; None is let pass."""
+    """Raise `UserError` for a field of `options` with a value below its least, or NaN; None passes."""
     for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and not value >= bound:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
+        values = getattr(options, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and not value >= bound:
+                raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
 
 
 def refuse_unused(options: object, names: Iterable[str], why: str) -> None:

@@ -3,13 +3,11 @@
 
 Everything is written under a temporary name beside its target, flushed to the disk and renamed. A
 process killed at any moment leaves at most a `.tmp-*` neighbour, which readers never look at and
-which the next writer of the same folder, or `remove_leftovers`, removes.
+`remove_leftovers` removes.
 """
 
 import errno
-import glob
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,10 +19,8 @@ from sparse_bitnet.errors import UserError, os_errors_as
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 TEMPORARY_PREFIX = ".tmp-"
-REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 
 _CHUNK_BYTES = 1 << 24
-_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
@@ -72,9 +68,8 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
     A folder already at `path`, or where a link there leads, is replaced. On any exception the
     temporary folder is removed and `path` is as before; an `OSError` (disk full, no permission)
-    becomes a `UserError`. What ended processes of this machine left of writing `path` is removed.
-    Replacing takes two renames: a process killed between them leaves `path` under a temporary name, from
-    which only `remove_leftovers` brings it back.
+    becomes a `UserError`. Replacing takes two renames: a process killed between them leaves the old
+    folder and the new one under temporary names.
 
     Raises `UserError` also when `path` is a file, or this process is writing it already.
     """
@@ -86,17 +81,18 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     is_ours = False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{TEMPORARY_PREFIX}*-{glob.escape(path.name)}"):
-            writer = left.name[len(TEMPORARY_PREFIX) :].removesuffix(f"-{path.name}")
-            if writer.isdecimal() and not _is_running(int(writer)):
-                shutil.rmtree(left, ignore_errors=True)
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         is_ours = True
         yield temporary
         _open_to_readers(temporary)
         sync_tree(temporary)
-        _replace_folder(temporary, path)
+        # rename() does not replace a folder that holds files: move the old one aside first.
+        old = path.with_name(f"{TEMPORARY_PREFIX}replaced-{os.getpid()}-{path.name}")
+        if path.exists():
+            os.rename(path, old)
+        os.rename(temporary, path)
+        shutil.rmtree(old, ignore_errors=True)
+        _sync_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     except Exception as error:
@@ -107,18 +103,6 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     finally:
         if is_ours:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    """Whether this machine has a process of that number; True where asking would end it (Windows)."""
-    try:
-        if os.name == "posix":
-            os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        pass
-    return True
 
 
 def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
@@ -134,15 +118,9 @@ def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed writer left behind in `folder`, where no other may be writing now.
-
-    A folder that was just being replaced is put back.
-    """
+    """Remove what a killed writer left behind in `folder`, where no other may be writing now."""
     for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
-        replaced = re.fullmatch(rf"{re.escape(REPLACED_PREFIX)}\d+-(.+)", leftover.name)
-        if replaced and not (folder / replaced[1]).exists():
-            os.rename(leftover, folder / replaced[1])
-        elif leftover.is_dir():
+        if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
@@ -156,24 +134,16 @@ def locked_folder(folder: Path, busy: str = "", *, wait: bool = False) -> Iterat
 
     Raises `UserError`: `busy` where another process holds it, else why it cannot be written.
     """
-    from filelock import FileLock, SoftFileLock, Timeout
+    from filelock import FileLock, Timeout
 
-    timeout = -1 if wait else 0
-    lock = FileLock(folder / ".lock", timeout=timeout)
+    make_folder(folder)
+    lock = FileLock(folder / ".lock", timeout=-1 if wait else 0)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except OSError as error:
-            if error.errno not in _NO_FLOCK:
-                raise
-            # Some shared file systems know no locks: then a file stands for one, with its process's id.
-            lock = SoftFileLock(folder / ".lock.held", timeout=timeout)
-            lock.acquire()
+        lock.acquire()
     except Timeout:
         raise UserError(busy) from None
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise UserError(f"cannot lock {folder}: {error.strerror or error}") from error
     try:
         yield
     finally:
@@ -195,22 +165,6 @@ def _open_to_readers(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-
-
-def _replace_folder(temporary: Path, path: Path) -> None:
-    # rename() does not replace a folder that holds files: move the old one aside first.
-    old = path.with_name(f"{REPLACED_PREFIX}{os.getpid()}-{path.name}")
-    was_there = path.exists()
-    if was_there:
-        os.rename(path, old)
-    try:
-        os.rename(temporary, path)
-    except OSError:
-        if was_there:
-            os.rename(old, path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    _sync_folder(path.parent)
 
 
 def sync_tree(folder: Path) -> None:

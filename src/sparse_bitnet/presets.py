@@ -26,14 +26,10 @@ class Shape:
     """A published model keeps its vocabulary; a small preset takes the tokenizer's."""
 
     @property
-    def key_size(self) -> int:
-        """Width of the keys of all heads, and of the values."""
-        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
-
-    @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of every linear of the blocks by full name, in order."""
-        hidden, ffn, keys = self.hidden_size, self.intermediate_size, self.key_size
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        keys = hidden // self.num_attention_heads * self.num_key_value_heads
         sizes = {
             "self_attn.q_proj": (hidden, hidden),
             "self_attn.k_proj": (keys, hidden),

@@ -6,46 +6,34 @@ The rate is that of the last minute.
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Task
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.progress import BarColumn, Task, TextColumn
 
 OnProgress = Callable[[int, int], None]
 """Called with how much is done and how much there is; a `Line` is one."""
 
 
-class Progress:
-    """A context on a console inside which `line` makes lines; `print` writes above them."""
+class Progress(rich_progress.Progress):
+    """A context on a console inside which `line` makes lines; `note` writes above them."""
 
-    def __init__(self, console: "Console | None" = None, *, plain_lines: int = 0) -> None:
+    def __init__(self, console: Console | None = None, *, plain_lines: int = 0) -> None:
         """Use `console`, by default stderr.
 
         Without a terminal each line prints its state about `plain_lines` times on its way.
         """
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Display
-
-        self.console = console or Console(stderr=True)
-        self.plain_lines = plain_lines
-        self.display = Display(
+        console = console or Console(stderr=True)
+        super().__init__(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[state]}", markup=False),
-            console=self.console,
+            console=console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=not console.is_terminal,
             speed_estimate_period=60,
         )
-
-    def __enter__(self) -> Self:
-        self.display.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.display.stop()
+        self.plain_lines = plain_lines
 
     def line(self, label: str, unit: str = "", scale: float = 1) -> "Line":
         """Return a line that appears with the first call.
@@ -55,7 +43,7 @@ class Progress:
         """
         return Line(self, label, unit, scale)
 
-    def print(self, text: str, style: str | None = None) -> None:
+    def note(self, text: str, style: str | None = None) -> None:
         """Write a line that stays."""
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
@@ -64,8 +52,8 @@ class Line:
     """One piece of work. Call it with how much is done and how much there is."""
 
     def __init__(self, progress: Progress, label: str, unit: str, scale: float) -> None:
-        self._progress, self._label, self._unit, self._scale = progress, label, unit, scale
-        self._task: Any = None
+        self._progress, self._unit, self._scale = progress, unit, scale
+        self._id = progress.add_task(label, total=None, visible=False, state="")
         self._printed = -1
 
     def __call__(
@@ -77,27 +65,23 @@ class Line:
             text: shown after the amount.
             label: replaces the line's label from here on; another one begins another count.
         """
-        if label and label != self._label:
-            self.end()
-            self._label, self._printed = label, -1
-        display, plain_lines = self._progress.display, self._progress.plain_lines
-        if self._task is None:
-            self._task = display.add_task(self._label, total=total, state="")
-        display.update(self._task, completed=done, total=total)
-        task = next(task for task in display.tasks if task.id == self._task)
-        display.update(self._task, state=self._state(task, text))
+        display, plain_lines = self._progress, self._progress.plain_lines
+        task = next(task for task in display.tasks if task.id == self._id)
+        if label and label != task.description:
+            display.reset(self._id, description=label)
+            self._printed = -1
+        display.update(self._id, completed=done, total=total, visible=True)
+        display.update(self._id, state=self._state(task, text))
         share = int(done * plain_lines / total) if plain_lines and total else -1
-        if share > self._printed and not self._progress.console.is_terminal:
+        if share > self._printed and not display.console.is_terminal:
             self._printed = share
-            self._progress.print(f"{self._label}  {task.fields['state']}")
+            display.note(f"{task.description}  {task.fields['state']}")
 
     def end(self) -> None:
         """Take the line away."""
-        if self._task is not None:
-            self._progress.display.remove_task(self._task)
-            self._task = None
+        self._progress.remove_task(self._id)
 
-    def _state(self, task: "Task", text: str) -> str:
+    def _state(self, task: Task, text: str) -> str:
         done, total, rate, parts = task.completed, task.total, task.speed or 0.0, []
         if self._unit:
             of = "" if total is None else f"/{_short(total / self._scale)}"

@@ -1,52 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hardware and software of a measurement, stored with every published result."""
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import sparse_bitnet
+from sparse_bitnet.errors import os_errors_as
 from sparse_bitnet.host import available_cores, cpu_info
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
-def provenance() -> dict[str, Any]:
-    """JSON-able: commit, hardware, threads, versions and date (UTC) of this process."""
-    import torch
-
+def where_measured() -> dict[str, Any]:
+    """JSON-able: commit, hardware, versions and date (UTC). Imports no torch."""
     return {
         "commit": commit(),
-        "hardware": hardware(),
-        "threads": torch.get_num_threads(),
+        "hardware": cpu_hardware(),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python, this package and the packages it computes with."""
-    found = {"sparse-bitnet": sparse_bitnet.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def provenance() -> dict[str, Any]:
+    """`where_measured` with the GPU that torch sees, and the threads of this process."""
+    import torch
+
+    return where_measured() | {"hardware": hardware(), "threads": torch.get_num_threads()}
+
+
+def append_records(
+    path: Path | str, rows: Iterable[Mapping[str, Any]], where: Mapping[str, Any]
+) -> None:
+    """Append a JSON line a row, with `where` it was measured. Raises `UserError` if that fails."""
+    text = "".join(json.dumps({**row, **where}) + "\n" for row in rows)
+    with os_errors_as(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of this package, Python and the packages of these names, where installed."""
+    installed = {"sparse-bitnet": sparse_bitnet.__version__, "python": platform.python_version()}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def hardware() -> str:
     """Processor, its cores and memory, and the GPU if torch sees one, in one line."""
     import torch
 
-    parts = [cpu_hardware()]
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name())
-    return ", ".join(parts)
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return cpu_hardware() + gpu
 
 
 def cpu_hardware() -> str:
@@ -83,7 +96,6 @@ def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -233,14 +233,14 @@ class _Queue:
         head = f"[{self.ended}/{len(self.pending)}] {run.name}"
         if isinstance(result, UserError):
             self.failed.append(f"{run.name}: {result}")
-            self.progress.print(f"{head} failed: {result}", style="red")
+            self.progress.note(f"{head} failed: {result}", style="red")
             return
         self.results.add(result)
         # With its row written a run needs no checkpoint; the model itself stays in final/.
         for name in ("checkpoints", "consolidated"):
             shutil.rmtree(self.results.run(run.name) / name, ignore_errors=True)
         row, _ = result
-        self.progress.print(
+        self.progress.note(
             f"{head}: perplexity {row['perplexity']:.3f}, {row['seconds']:.0f} s, "
             f"{row['tokens_per_second']:,.0f} tok/s"
         )

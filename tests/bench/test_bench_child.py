@@ -36,9 +36,9 @@ def test_a_child_answers_and_lives_on_after_a_refusal() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(ECHO, "ended early: out of everything"), ("import sys; sys.exit(3)", "exit code 3")],
+    [(ECHO, "ended early, with exit code 1"), ("import sys; sys.exit(3)", "exit code 3")],
 )
-def test_a_child_that_ends_is_named_with_its_last_words(code: str, words: str) -> None:
+def test_a_child_that_ends_is_named_with_its_exit_code(code: str, words: str) -> None:
     with Child(("-c", code)) as child:
         with pytest.raises(UserError, match=words):
             child.ask({"op": "die"})

@@ -3,18 +3,26 @@
 
 import io
 import json
+import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from sparse_bitnet.bench.child import read_bytes
-from sparse_bitnet.bench.interleaved import run, table
+from sparse_bitnet.bench.interleaved import (
+    RooflineMeter,
+    others_share,
+    processor_seconds,
+    run,
+    table,
+    turns,
+)
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import write_random_model
-from sparse_bitnet.bench.record import check_records
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import Shape
@@ -88,13 +96,13 @@ def test_prompts_and_contexts_end_where_the_models_positions_do(
     assert rows[0]["tokens"] == min(128, positions)
 
 
-def test_patterns_are_measured_in_turn(tmp_path: Path) -> None:
+def test_patterns_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     log = tmp_path / "log"
     rows = run(
         BenchOptions(
             model="qwen2.5-0.3m",
             pattern=["8:8", "3:4 binary"],
-            models=tmp_path,
             threads=[1],
             prefill=[9],
             contexts=[0],
@@ -114,10 +122,8 @@ def test_patterns_are_measured_in_turn(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"threads": [0]}, "--threads"),
-        ({"prefill": []}, "--prefill"),
         ({"contexts": [-1]}, "--contexts"),
         ({"rounds": 0}, "--rounds"),
-        ({"pattern": []}, "--pattern: give at least one"),
         ({"quick": True, "prefill": [64]}, "--prefill 64 is not used here: --quick takes its own"),
     ],
 )
@@ -149,22 +155,11 @@ def test_a_packed_model_has_no_random_weights(tmp_path: Path, tiny_folder: Path)
         pretend(tmp_path, tiny_folder, pattern="2:4")
 
 
-def test_what_records_cannot_be_written_to(tmp_path: Path) -> None:
-    kept = tmp_path / "kept.jsonl"
-    kept.write_text("{}\n")
-    for path in (kept, tmp_path / "new" / "rows.jsonl"):
-        check_records(path)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}\n"]
-    for path in (tmp_path, kept / "rows.jsonl", Path("/proc/none/rows.jsonl")):
-        with pytest.raises(UserError, match=f"cannot write {path}: "):
-            check_records(path)
-
-
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
 def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str | None) -> None:
     if config:
         (tmp_path / "config.json").write_text(config)
-    out = tmp_path / "new" / "rows.jsonl"
+    out = tmp_path / "rows.jsonl"
     done = subprocess.run(
         [
             sys.executable,
@@ -180,7 +175,7 @@ def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str |
         text=True,
     )
     assert done.returncode == 2
-    assert not out.parent.exists()
+    assert not out.exists()
     assert ("sparse-bitnet distill" if config else "nor a model folder") in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -225,3 +220,54 @@ def test_the_engine_itself(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 5
     assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_every_job_comes_once_a_round_within_its_group() -> None:
+    order = [job for _, job in turns([["a", "b", "c"], ["d"]], 8)]
+    rounds = [order[first : first + 4] for first in range(0, 32, 4)]
+    assert all(set(jobs[:3]) == {"a", "b", "c"} and jobs[3] == "d" for jobs in rounds)
+    assert len({tuple(jobs) for jobs in rounds}) > 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_roofline_is_measured(threads: int) -> None:
+    _cpu = pytest.importorskip("sparse_bitnet._cpu")
+    meter = RooflineMeter(threads, ["generic"], read_bytes=8 << 20)
+    for _ in range(2):
+        meter.visit()
+    best = meter.result("generic")
+    assert (best["threads"], best["isa"]) == (threads, "generic")
+    for name in ("read_bytes_per_second", "int8_ops_per_second"):
+        assert 1e8 < best[name] < math.inf
+    assert 1e8 < _cpu.Roofline(threads, 1).clock_rate(0.01) < 1e11
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("read_rate", (-1,)),
+        ("read_rate", (1 << 20,)),
+        ("int8_rate", ("sse", 0.01)),
+        ("int8_rate", ("generic", 0.0)),
+        ("int8_rate", ("generic", math.nan)),
+        ("int8_rate", ("generic", 1e9)),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(method: str, arguments: tuple) -> None:
+    _cpu = pytest.importorskip("sparse_bitnet._cpu")
+    with pytest.raises(ValueError, match=r"out of range|this machine has"):
+        getattr(_cpu.Roofline(1, 1 << 20), method)(*arguments)
+    for sizes in ((0, 1), (1, 0), (1 << 20, 1), (1, -5), (1, 2**47), (1, 2**63 - 1)):
+        with pytest.raises(ValueError, match="out of range"):
+            _cpu.Roofline(*sizes)
+
+
+@pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="Linux only")
+def test_the_processor_time_of_ended_children_is_ours() -> None:
+    before = processor_seconds()
+    assert before is not None
+    share = others_share(before)
+    assert share is None or 0 <= share <= 1
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    assert processor_seconds()[2] > before[2]
+    assert others_share(None) is None

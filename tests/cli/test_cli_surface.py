@@ -58,14 +58,14 @@ BAD_INPUT = [
     (["reproduce", "--dry-run", "--workers", "0"], "--workers 0: must be at least 1"),
     (["reproduce", "--dry-run", "--budget-minutes", "nan"], "--budget-minutes nan"),
     (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
-    (["bench", "--weight-format"], "--weight-format: give at least one"),
-    (["bench", "--isa"], "--isa: give at least one"),
+    (["bench", "--weight-format"], "--weight-format: expected at least one argument"),
+    (["bench", "--isa"], "--isa: expected at least one argument"),
     (
         ["generate", "x", "--prompt", "x", "--threads", "3000000000"],
         "--threads 3000000000: at most",
     ),
     (["serve", "x", "--api-key", ""], "--api-key is empty"),
-    (["bench", "--out", "."], "cannot write .: Is a directory"),
+    (["bench", "--out", "."], "cannot write .: no file can be made there"),
     (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be at least 1"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "it has no tokenizer.json"),
 ]

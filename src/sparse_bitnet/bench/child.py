@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,29 +36,23 @@ class Child(subprocess.Popen[str]):
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
         """Start this Python with `arguments` and with `environment` on top of the present one."""
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")
         super().__init__(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
             text=True,
             env={**os.environ, **(environment or {})},
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer. Raises `UserError` with what the child says went wrong, or its last words."""
+        """The answer. Raises `UserError` with what the child says went wrong, or that it has ended."""
         assert self.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(question), file=self.stdin, flush=True)
             line = self.stdout.readline()
         if not line:
-            self.wait()
-            self._errors.seek(0)
-            last = self._errors.read().strip().splitlines()[-1:]
-            why = last[0] if last else f"exit code {self.returncode}"
-            raise UserError(f"a measuring process ended early: {why}")
+            raise UserError(f"a measuring process ended early, with exit code {self.wait()}")
         answer = json.loads(line)
         if "error" in answer:
             raise UserError(answer["error"])
@@ -68,7 +61,6 @@ class Child(subprocess.Popen[str]):
     def __exit__(self, *error: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # of a question that a dead child has not read
             super().__exit__(*error)
-        self._errors.close()
 
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -100,15 +92,12 @@ def resident_bytes(process: int | str = "self") -> int | None:
 
 def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], steps: int) -> int:
     """Room in the cache for what is measured: a prompt, the kept contexts, a batch that decodes."""
-    from sparse_bitnet import _cpu
+    from sparse_bitnet._cpu import PAGE_TOKENS
 
-    def pages(tokens: int) -> int:
-        return -(-tokens // _cpu.PAGE_TOKENS)
-
-    # A fork takes one page of its own and more as it grows.
-    batch = max(batches, default=1) * (1 + pages(steps))
-    kept = sum(map(pages, contexts))
-    return (kept + max(pages(max(prefills, default=0)), batch) + 1) * _cpu.PAGE_TOKENS
+    # A fork takes one page of its own and more as it grows; each sequence ends within a page.
+    batch = max(batches, default=1) * (steps + 2 * PAGE_TOKENS)
+    kept = sum(contexts) + len(contexts) * PAGE_TOKENS
+    return kept + max([*prefills, batch]) + 2 * PAGE_TOKENS
 
 
 def read_bytes(engine: "Engine") -> dict[str, float]:

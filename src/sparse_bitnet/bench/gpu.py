@@ -22,19 +22,19 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.bench.machine import turns
+from sparse_bitnet.bench.interleaved import turns
 from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL, GpuBenchOptions
-from sparse_bitnet.bench.record import append_records
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import load_with
-from sparse_bitnet.errors import os_errors_as, reason_of
-from sparse_bitnet.files import write_atomic
+from sparse_bitnet.errors import reason_of
+from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.int8_linear import compress_windows, int8_linear, sparse_int8_linear
 from sparse_bitnet.ops.quantize_int8 import quantize_int8, quantize_windows
 from sparse_bitnet.ops.windows import window_expand
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.provenance import append_records
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, make_deterministic
 from sparse_bitnet.training.loss import SummedLoss
@@ -135,32 +135,44 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
     optimiser need to fit. Without `--batch`, training ends with the largest batch that fits for all.
     """
     variants, known = VARIANTS[phase], {(row["size"], row["variant"]) for row in done}
+    trains, device = phase == "train", torch.device(options.device)
     sizes = {
         "prefill": options.tokens or PAPER_PREFILL,
         "decode": options.batch or PAPER_DECODE,
         "train": options.batch or (4, 2, 1),
     }[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
-    length = (options.tokens or [2048])[0] if phase == "train" else 1
+    length = (options.tokens or [2048])[0] if trains else 1
     torch.compiler.reset()  # the blocks of all models share the limit of compilations
     models: dict[str, Any] = {}
-    if phase == "train":
-        make_deterministic(torch.device(options.device))
-    for name in variants if phase != "train" and wanted else ():
+    if trains:
+        make_deterministic(device)
+    for name in variants if wanted and not trains else ():
         model = build(options, name, pattern, torch.bfloat16)
         models[name] = for_inference_(model, name)
     make = _prefill if phase == "prefill" else _decode
     for size in wanted:
-        if phase == "train":
-            taken: dict[str, list[float]] = {}
-            for name in variants:
-                step = partial(_training_step, name, options, pattern, size, length)
-                taken |= interleaved({name: step}, options)
-        else:
-            calls = {name: partial(make, model, size, options) for name, model in models.items()}
-            taken = interleaved(calls, options)
-        yield from (_row(phase, pattern, v, size, size * length, taken.get(v)) for v in variants)
-        if phase == "train" and not options.batch and len(taken) == len(variants):
+        taken: dict[str, list[float]] = {}
+        for name in variants if trains else ():
+            step = partial(_training_step, name, options, pattern, size, length)
+            taken |= interleaved({name: step}, options)
+        taken |= interleaved(
+            {n: partial(make, m, size, options) for n, m in models.items()}, options
+        )
+        for name in variants:
+            seconds = taken.get(name)  # None: memory was too small
+            median = statistics.median(seconds) if seconds else None
+            yield {
+                "phase": phase,
+                "pattern": pattern,
+                "variant": name,
+                "size": size,
+                "seconds": median,
+                "spread": max(seconds) / min(seconds) - 1 if seconds else None,
+                "tokens_per_second": size * length / median if median else None,
+                "failed": None if seconds else "out of memory",
+            }
+        if trains and not options.batch and len(taken) == len(variants):
             break
 
 
@@ -168,7 +180,6 @@ Call = Callable[[], object]
 """Runs the measured computation once."""
 
 
-@torch.no_grad()
 def _prefill(model: Any, tokens: int, options: GpuBenchOptions) -> Call:
     device = torch.device(options.device)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
@@ -180,7 +191,6 @@ def _prefill(model: Any, tokens: int, options: GpuBenchOptions) -> Call:
     return recorded(call, device) if tokens <= RECORDED_TOKENS else call
 
 
-@torch.no_grad()
 def _decode(model: Any, batch: int, options: GpuBenchOptions) -> Call:
     from transformers import StaticCache
 
@@ -191,7 +201,6 @@ def _decode(model: Any, batch: int, options: GpuBenchOptions) -> Call:
     cache.early_initialization(batch, config.num_key_value_heads, head, torch.bfloat16, device)
     ids = torch.randint(0, config.vocab_size, (batch, 1), device=device)
     places = torch.full((batch, 1), options.context, device=device)
-
     for layer in cache.layers:
         layer.cumulative_length.fill_(options.context)
 
@@ -274,31 +283,13 @@ def interleaved(
     return taken
 
 
-def _row(
-    phase: str, pattern: str, variant: str, size: int, tokens: int, seconds: list[float] | None
-) -> Row:
-    """`tokens`: computed in `seconds`, one value a round; None where memory was too small."""
-    median = statistics.median(seconds) if seconds else None
-    return {
-        "phase": phase,
-        "pattern": pattern,
-        "variant": variant,
-        "size": size,
-        "seconds": median,
-        "spread": max(seconds) / min(seconds) - 1 if seconds else None,
-        "tokens_per_second": tokens / median if median else None,
-        "failed": None if seconds else "out of memory",
-    }
-
-
 def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains: Gains) -> bool:
     """Append the missing rows of every phase and pattern to the folder's rows, each as soon as it is
     measured, and write the page after each. Returns whether all have ended well; the next call resumes.
 
     Raises `UserError` where `folder` cannot be written.
     """
-    with os_errors_as(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     given = {name: getattr(options, name) for name in ("model", "context", "rounds")}
     steps = [*product(("prefill", "decode"), options.pattern), ("train", options.pattern[0])]
     failures: dict[str, str] = {}

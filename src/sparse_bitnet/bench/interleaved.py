@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of `sparse-bitnet bench`: every engine in a child process, all measured in turn.
 
-Medians of the rounds are reported, and the roofline is measured in every round too.
+Medians of the rounds are reported, and in every round the roofline of the machine is measured too
+(csrc/roofline.h). Decode reads every weight once a step, so memory bounds it; prefill multiplies every
+weight with every token, so the int8 multiply-adds of the instruction set bound it.
 """
 
-import copy
 import itertools
+import os
+import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparse_bitnet.bench.child import OURS, Child, cache_tokens
-from sparse_bitnet.bench.machine import READ_BYTES, Contention, RooflineMeter, turns
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.bench.random_model import PUBLISHED, cached_random_model
 from sparse_bitnet.checkpoint.model_folder import read_json
@@ -28,8 +29,78 @@ from sparse_bitnet.presets import PRESETS
 if TYPE_CHECKING:
     from rich.table import Table
 
+READ_BYTES = 512 << 20
+"""More than any cache holds."""
+
+_PREFETCH_BYTES = (0, 2048, 4096, 16384)
+"""Distances of the software prefetch that are tried; 0 leaves it to the hardware."""
+
+_LOOP_SECONDS = 0.02
+
 Row = dict[str, Any]
 """One measurement of one engine, see `_row`."""
+
+T = TypeVar("T")
+
+
+def turns(groups: Iterable[Sequence[T]], rounds: int) -> Iterator[tuple[int, T]]:
+    """(round, job) for every job of every round: groups in order, their jobs in another order each time.
+
+    So a neighbour that takes the machine for a moment disturbs one value of each job, not one job's only.
+    """
+    shuffle, orders = random.Random(0).shuffle, [list(group) for group in groups]
+    for turn in range(rounds):
+        for jobs in orders:
+            shuffle(jobs)
+            for job in jobs:
+                yield turn, job
+
+
+class RooflineMeter:
+    """Measures the roofline of one thread count, a visit at a time, between other measurements."""
+
+    def __init__(self, threads: int, isas: Sequence[str], read_bytes: int = READ_BYTES) -> None:
+        """`isas`: names of matmul.h."""
+        from sparse_bitnet import _cpu
+
+        self.threads = threads
+        self._meter = _cpu.Roofline(threads, read_bytes)
+        self._read = 0.0
+        self._int8 = dict.fromkeys(isas, 0.0)
+
+    def visit(self) -> None:
+        """Measure everything once, in less than a tenth of a second; a neighbour can only lower it."""
+        self._read = max(self._read, *map(self._meter.read_rate, _PREFETCH_BYTES))
+        for isa, best in self._int8.items():
+            self._int8[isa] = max(best, self._meter.int8_rate(isa, _LOOP_SECONDS))
+
+    def result(self, isa: str) -> dict[str, Any]:
+        """The best of the visits so far; a multiply-add is two operations."""
+        speeds = {"read_bytes_per_second": self._read, "int8_ops_per_second": self._int8[isa]}
+        return {"threads": self.threads, "isa": isa, **speeds}
+
+
+def processor_seconds() -> tuple[float, float, float] | None:
+    """Seconds of all processors since the start, the busy ones, and those of this process and its ended
+    children. None where there is no /proc/stat."""
+    try:
+        line = Path("/proc/stat").read_text().split("\n")[0]
+    except OSError:
+        return None
+    seconds = [int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in line.split()[1:9]]
+    idle = seconds[3] + seconds[4]  # the second waits for a disk
+    return sum(seconds), sum(seconds) - idle, sum(os.times()[:4])
+
+
+def others_share(before: tuple[float, float, float] | None) -> float | None:
+    """Share of all processor time that other processes used since `before`, which `processor_seconds`
+    returned before our children started; they have ended. None where it is unknown."""
+    now = processor_seconds()
+    if now is None or before is None:
+        return None
+    total, busy, ours = (end - start for end, start in zip(now, before, strict=True))
+    # The three are read one after another and rounded to ticks: sums may exceed the total.
+    return min(1.0, max(0.0, busy - ours) / total) if total > 0 else None
 
 
 @dataclass(kw_only=True)
@@ -43,12 +114,7 @@ class _Job:
     phase: str
     tokens: int
     batch: int
-    steps: int
     answers: list[dict[str, Any]] = field(default_factory=list)
-
-    def __call__(self) -> None:
-        question = {"op": self.phase, "tokens": self.tokens, "context": self.tokens}
-        self.answers.append(self.child.ask({**question, "batch": self.batch, "steps": self.steps}))
 
 
 def run(
@@ -70,8 +136,11 @@ def run(
     engine refuses.
     """
     report("preparing the model", 0.0)
-    models = _models(options)
-    options = _within_positions(options, models.values())
+    before, models = processor_seconds(), _models(options)
+    sizes = (read_architecture(read_json(f / "config.json"), str(f)) for f in models.values())
+    most = min(size.positions for size in sizes)
+    options.prefill = [min(tokens, most) for tokens in options.prefill]
+    options.contexts = [max(0, min(tokens, most - options.steps)) for tokens in options.contexts]
     # Small batches first: memory is reported as it is after each.
     measured = [("prefill", tokens, 1) for tokens in sorted(set(options.prefill))]
     batches, contexts = sorted(set(options.batches)), sorted(set(options.contexts))
@@ -91,21 +160,23 @@ def run(
             process = stack.enter_context(Child(child))
             asked = {"threads": threads, "weight_format": name, "isa": isa, **shared}
             loaded = process.ask({"op": "load", "folder": str(folder), "options": asked})
-            make = partial(_Job, child=process, loaded=loaded, pattern=pattern, threads=threads)
             for group, (phase, tokens, batch) in zip(groups, measured, strict=True):
-                job = make(phase=phase, tokens=tokens, batch=batch, steps=options.steps)
-                group.append(job)
+                job = {"phase": phase, "tokens": tokens, "batch": batch, "pattern": pattern}
+                group.append(_Job(child=process, loaded=loaded, threads=threads, **job))
         isas = sorted({job.loaded["isa"] for job in groups[0]})
         meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
-        visits = [meter.visit for meter in meters.values()]
-        contention = Contention(job.child.pid for job in groups[0])
-        jobs: list[Sequence[Callable[[], None]]] = [*groups, visits]
-        total = options.rounds * (sum(map(len, groups)) + len(visits))
-        for done, (turn, call) in enumerate(turns(jobs, options.rounds)):
-            what = f"{call.phase} {call.tokens}" if isinstance(call, _Job) else "roofline"
-            report(f"round {turn + 1}: {what}", done / total)
-            call()
-        others = contention.others_share()
+        jobs: list[Sequence[_Job | RooflineMeter]] = [*groups, [*meters.values()]]
+        total = options.rounds * sum(map(len, jobs))
+        for done, (turn, job) in enumerate(turns(jobs, options.rounds)):
+            if isinstance(job, RooflineMeter):
+                report(f"round {turn + 1}: roofline", done / total)
+                job.visit()
+                continue
+            report(f"round {turn + 1}: {job.phase} {job.tokens}", done / total)
+            question = {"op": job.phase, "tokens": job.tokens, "context": job.tokens}
+            question |= {"batch": job.batch, "steps": options.steps}
+            job.answers.append(job.child.ask(question))
+    others = others_share(before)
     return [_row(options, job, meters[job.threads], others) for group in groups for job in group]
 
 
@@ -114,30 +185,16 @@ def _models(options: BenchOptions) -> dict[str, Path]:
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
         packed = open_checkpoint(folder, "packed")
-        of_random = ("pattern", "scale_group", "embeddings", "models")
-        refuse_unused(options, of_random, f"{folder} has weights of its own")
+        refuse_unused(options, ["pattern"], f"{folder} has weights of its own")
         return {str(packed.format.pattern): folder}
-    parsed = {text: NMPattern.parse(text.removesuffix(" binary")) for text in options.pattern}
     return {
         text: cached_random_model(
             options.model,
-            pattern,
-            cache=options.models,
+            NMPattern.parse(text.removesuffix(" binary")),
             packed_format="nm-sign" if text.endswith(" binary") else "i2",
-            embeddings=options.embeddings,
-            scale_group=options.scale_group,
         )
-        for text, pattern in parsed.items()
+        for text in options.pattern
     }
-
-
-def _within_positions(options: BenchOptions, folders: Iterable[Path]) -> BenchOptions:
-    """Prompts and contexts cut to what the models were made for."""
-    most = min(read_architecture(read_json(f / "config.json"), str(f)).positions for f in folders)
-    within = copy.copy(options)  # not `replace`, which would ask --quick again
-    within.prefill = [min(tokens, most) for tokens in options.prefill]
-    within.contexts = [max(0, min(tokens, most - options.steps)) for tokens in options.contexts]
-    return within
 
 
 def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: float | None) -> Row:
@@ -150,7 +207,7 @@ def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: f
     step_bytes = None  # read by a decode step
     if decodes:
         # The sequences share their context, and what each adds grows from nothing to `steps`.
-        cached = job.tokens + job.batch * job.steps / 2
+        cached = job.tokens + job.batch * options.steps / 2
         step_bytes = loaded["weight_bytes"] + cached * loaded["cache_token_bytes"]
     # Of the blocks, a multiply-add being two; attention and head are not counted.
     operations = 2 * loaded["block_weights"] * computed
@@ -210,9 +267,7 @@ def table(rows: list[Row]) -> "Table":
             share, limit = row["int8_share"], f"{row['int8_ops_per_second'] / 1e12:.2f} TOP/s"
             if (row["memory_share"] or 0.0) > share:
                 share, limit = row["memory_share"], f"{row['read_bytes_per_second'] / 1e9:.1f} GB/s"
-            resident = (
-                "-" if row["resident_bytes"] is None else f"{row['resident_bytes'] / 1e6:.0f}"
-            )
-            speed = f"{row['tokens_per_second']:.1f}"
+            memory, speed = row["resident_bytes"], f"{row['tokens_per_second']:.1f}"
+            resident = "-" if memory is None else f"{memory / 1e6:.0f}"
             shown.add_row(what, speed, f"{row['spread']:.0%}", f"{share:.0%} of {limit}", resident)
     return shown

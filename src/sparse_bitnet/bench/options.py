@@ -3,11 +3,10 @@
 immediate."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from sparse_bitnet.engine.engine_options import WeightFormat
-from sparse_bitnet.errors import UserError, check_least, refuse_unused
+from sparse_bitnet.errors import check_least, refuse_unused
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
 
@@ -20,18 +19,12 @@ class BenchOptions:
     """Models, formats and sizes to measure on the CPU."""
 
     model: str = "qwen2.5-1.5b"
-    """Model to measure: a packed folder, or a preset or published shape (bitnet-2b4t, qwen3-1.7b,
-    qwen3-8b, falcon-e-3b, llama3-8b) with random weights."""
+    """Model to measure: a packed folder, or a preset or published shape (bitnet-2b4t, qwen3-8b) with
+    random weights."""
 
     pattern: list[str] = field(default_factory=lambda: ["6:8"])
     """N:M patterns of the random weights, one model each; 8:8 is dense. With " binary" after the pattern,
     only the weights that it drops are zero (quantizer=binary)."""
-
-    scale_group: Literal[0, 32, 64, 128, 256] = 0
-    """Number of random weights that share a float16 scale; 0: one scale for each matrix."""
-
-    embeddings: Literal["int8", "bf16", "ternary"] = "int8"
-    """Stored format of the random model's embedding and head; ternary: one scale for 128 weights."""
 
     weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
     """Run-time formats of the weights to measure."""
@@ -67,18 +60,9 @@ class BenchOptions:
     quick: bool = False
     """Measure only two prompt lengths and one sequence without context: all threads, three rounds."""
 
-    models: Path | None = None
-    """Folder in which random models are stored. Default: one in the temporary folder."""
-
     def __post_init__(self) -> None:
         """Raise `UserError` for sizes that cannot be measured."""
-        for name, least in {"threads": 1, "prefill": 1, "batches": 1, "contexts": 0}.items():
-            if min(values := getattr(self, name), default=-1) < least:
-                raise UserError(f"--{name} {values}: give numbers of at least {least}")
-        for name in ("pattern", "weight_format", "isa"):
-            if not getattr(self, name):
-                raise UserError(f"--{name.replace('_', '-')}: give at least one")
-        check_least(self, steps=1, rounds=1)
+        check_least(self, threads=1, prefill=1, batches=1, contexts=0, steps=1, rounds=1)
         if self.quick:
             refuse_unused(self, ("prefill", "contexts", "batches"), "--quick takes its own")
             self.prefill, self.contexts, self.batches = [128, 512], [0], [1]
@@ -118,10 +102,7 @@ class GpuBenchOptions:
         if self.rehearse:
             self.model, self.rounds, self.context = "qwen2.5-0.3m", 1, 16
             self.tokens, self.batch = [32], [2]
-        check_least(self, context=1, rounds=1)
-        for name in ("tokens", "batch"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise UserError(f"--{name} {getattr(self, name)}: give numbers above 0")
+        check_least(self, context=1, rounds=1, tokens=1, batch=1)
         for pattern in self.pattern:
             NMPattern.parse(pattern)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed folders of a preset's real shape with random weights: for measuring speed, not for reading.
 
-Nothing is trained and torch is not imported. The same seed gives the same bytes. Zeros and groups are
+Nothing is trained and torch is not imported. The same call writes the same bytes. Zeros and groups are
 those of a model whose masters are Gaussian, as before training and, nearly, after: groups of codes are
 drawn from a table of 65,536 that were selected as training selects them.
 """
@@ -25,13 +25,12 @@ from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.rows import ROWS
 from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet.presets import PRESETS
+from sparse_bitnet.presets import find_preset
 
 _END_OF_TEXT, _END_OF_TEXT_ID = "<|endoftext|>", 257
 """End-of-text token of the random models' tokenizer; its id follows the 256 bytes and one merge."""
 
 _VERSION = 1
-_TABLE_GROUP = 128
 _WEIGHT_STD = 0.02
 _TABLE_GROUPS = 1 << 16
 _PIECE_WEIGHTS = 1 << 22
@@ -69,24 +68,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
-    "qwen3-1.7b": {
-        **_sizes("qwen3", 2048, 6144, 28, 16, 8, 151936, tied=True),
-        "head_dim": 128,
-    },
     "qwen3-8b": {
         **_sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False),
         "head_dim": 128,
-    },
-    "falcon-e-3b": {
-        **_sizes("llama", 2048, 13312, 32, 16, 2, 32768, tied=False),
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 32768,
-    },
-    "llama3-8b": {
-        **_sizes("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
 }
 """config.json of models that others publish, ternary or made so, as far as speed depends on it."""
@@ -97,32 +81,22 @@ def config_of_model(name: str) -> dict[str, Any]:
     `build_model.preset_config`. Raises `UserError` for another name."""
     if name in PUBLISHED:
         return dict(PUBLISHED[name])
-    if name not in PRESETS:
-        known = ", ".join([*PRESETS, *PUBLISHED])
-        raise UserError(f"model {name!r} is not a preset: choose one of {known}")
-    shape = PRESETS[name]
+    shape = find_preset(name)
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     heads, kv = shape.num_attention_heads, shape.num_key_value_heads
     layers, vocab = shape.num_hidden_layers, shape.vocab_size
     return _sizes("qwen2", hidden, ffn, layers, heads, kv, vocab, tied=True) | {
         "architectures": ["Qwen2ForCausalLM"],
         "max_position_embeddings": shape.max_position_embeddings,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 28,
-        "layer_types": ["full_attention"] * layers,
-        "attention_dropout": 0.0,
-        "initializer_range": _WEIGHT_STD,
-        "use_cache": True,
     }
 
 
 class _RandomCodes:
     """Ternary matrices within a pattern, from Gaussian masters of `_WEIGHT_STD`."""
 
-    def __init__(self, pattern: NMPattern, seed: int, *, binary: bool = False) -> None:
+    def __init__(self, pattern: NMPattern, *, binary: bool) -> None:
         """`binary`: no code is zero but those that the pattern drops."""
-        self._rng = np.random.Generator(np.random.SFC64([seed, 0]))
+        self._rng = np.random.Generator(np.random.SFC64([0, 0]))
         # Eight codes are one word of the table wherever groups fill it; every preset's rows do.
         self._unit = 8 if pattern.is_dense or 8 % pattern.m == 0 else pattern.m
         masters = self._rng.standard_normal((_TABLE_GROUPS, self._unit), np.float32)
@@ -156,7 +130,6 @@ def cached_random_model(
     *,
     cache: Path | None = None,
     packed_format: str = "i2",
-    embeddings: str = "int8",
     scale_group: int = 0,
 ) -> Path:
     """The folder of a random model, written unless it is already in the cache, by default one of this
@@ -167,16 +140,11 @@ def cached_random_model(
     if cache is None:
         owner = os.getuid() if hasattr(os, "getuid") else "user"
         cache = Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
-    name = f"{preset}-{pattern}-{packed_format}-{embeddings}-v{_VERSION}".replace(":", "of")
+    name = f"{preset}-{pattern}-{packed_format}-int8-v{_VERSION}".replace(":", "of")
     folder = cache / (name + f"-g{scale_group}" * bool(scale_group))
     if not (folder / "config.json").is_file():
         write_random_model(
-            folder,
-            preset,
-            pattern,
-            packed_format=packed_format,
-            embeddings=embeddings,
-            scale_group=scale_group,
+            folder, preset, pattern, packed_format=packed_format, scale_group=scale_group
         )
     return folder
 
@@ -187,10 +155,8 @@ def write_random_model(
     pattern: NMPattern,
     *,
     packed_format: str = "i2",
-    embeddings: str = "int8",
     scale_group: int = 0,
     vocab_size: int | None = None,
-    seed: int = 0,
 ) -> None:
     """Write a packed folder with random weights, and a tokenizer with the 256 bytes and the end of text.
 
@@ -199,29 +165,21 @@ def write_random_model(
         preset: name of a preset or a published shape.
         pattern: zeros of the weights.
         packed_format: "i2", "b3", "nm-enum", or "nm-sign", whose only zeros are those of the pattern.
-        embeddings: "int8", "bf16", or "ternary" with a scale for 128 weights or `scale_group`.
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
         vocab_size: tokens, for another tokenizer; default the preset's.
-        seed: of all values.
 
-    Raises `UserError` for an unknown preset or format, a pattern that does not divide the rows, or a full
-    disk.
+    Raises `UserError` for an unknown preset, a pattern that does not divide the rows, or a full disk.
     """
     config = config_of_model(preset)
     if vocab_size:
         config |= {"vocab_size": vocab_size, "eos_token_id": None}
     shape = read_architecture(config, preset)
-    if packed_format not in ROWS:
-        raise UserError(f"random models are written as {', '.join(ROWS)}, not {packed_format!r}")
-    table_group = scale_group or _TABLE_GROUP
-    if embeddings == "ternary" and shape.hidden % table_group:
-        raise UserError(f"ternary embeddings: {table_group} does not divide rows of {shape.hidden}")
     metadata = PackedMetadata(
         packed_format=packed_format,
         format=SparseBitConfig(
             pattern=pattern, quantizer="binary" if needs_exact(packed_format) else "absmean"
         ),
-        embeddings=embeddings,
+        embeddings="int8",
         layers={
             f"model.layers.{layer}.{name}": size
             for layer in range(shape.layers)
@@ -232,7 +190,7 @@ def write_random_model(
         check_layout(packed_format, pattern, in_features, name)
         if scale_group and in_features % scale_group:
             raise UserError(f"--scale-group {scale_group} does not divide rows of {in_features}")
-    tensors = list(_tensors(shape, metadata, seed, scale_group))
+    tensors = list(_tensors(shape, metadata, scale_group))
     with atomic_folder(out) as folder:
         specs = [spec for spec, _ in tensors]
         with TensorFileWriter(folder / "model.safetensors", specs, metadata.to_json()) as writer:
@@ -244,11 +202,11 @@ def write_random_model(
 
 
 def _tensors(
-    shape: Architecture, metadata: PackedMetadata, seed: int, scale_group: int
+    shape: Architecture, metadata: PackedMetadata, scale_group: int
 ) -> Iterator[tuple[TensorSpec, Iterable[np.ndarray]]]:
     """Every tensor with its content, whose pieces are made as they are written."""
     packed_format, pattern = metadata.packed_format, metadata.pattern
-    source = _RandomCodes(pattern, seed, binary=needs_exact(packed_format))
+    source = _RandomCodes(pattern, binary=needs_exact(packed_format))
     pack = ROWS[packed_format][0]
     for name, (rows, columns) in metadata.layers.items():
         size = rows, row_bytes(packed_format, pattern, columns)
@@ -259,22 +217,9 @@ def _tensors(
         dtype = "float16" if scale_group else "float32"
         yield _filled(f"{name}.weight_scale", dtype, scales, source.weight_scale)
     for table in (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD):
-        if metadata.embeddings == "ternary":
-            dense, group = NMPattern(1, 1), scale_group or _TABLE_GROUP
-            source = _RandomCodes(dense, seed + 1)
-            spec = TensorSpec(table, "uint8", (shape.vocab, row_bytes("i2", dense, shape.hidden)))
-            pieces = source.pieces(shape.vocab, shape.hidden)
-            yield spec, (ROWS["i2"][0](codes, dense) for codes in pieces)
-            scales = shape.vocab, shape.hidden // group
-            yield _filled(f"{table}_scale", "float16", scales, source.weight_scale)
-            continue
-        is_int8 = metadata.embeddings == "int8"
-        spec = TensorSpec(table, "int8" if is_int8 else "bfloat16", (shape.vocab, shape.hidden))
-        yield spec, _embedding(shape, is_int8, seed)
-        if is_int8:
-            scale = _WEIGHT_STD * 3.5 / 127
-            yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), scale)
-    rng = np.random.Generator(np.random.SFC64([seed, 2]))
+        yield TensorSpec(table, "int8", (shape.vocab, shape.hidden)), _embedding(shape)
+        yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), _WEIGHT_STD * 3.5 / 127)
+    rng = np.random.Generator(np.random.SFC64([0, 2]))
     vectors = {
         f"model.layers.{layer}.{name}": length
         for layer in range(shape.layers)
@@ -293,22 +238,17 @@ def _filled(
     return TensorSpec(name, dtype, size), (np.full(size, value, dtype) for _ in range(1))
 
 
-def _embedding(shape: Architecture, is_int8: bool, seed: int) -> Iterator[np.ndarray]:
-    rng = np.random.Generator(np.random.SFC64([seed, 1]))
+def _embedding(shape: Architecture) -> Iterator[np.ndarray]:
+    rng = np.random.Generator(np.random.SFC64([0, 1]))
     values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
-    if is_int8:
-        # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
-        table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
-    else:
-        # The upper half of a float32 is its bfloat16, truncated.
-        table = ((_WEIGHT_STD * values).view(np.uint32) >> 16).astype(np.uint16)
+    # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
+    table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
     step = max(1, _PIECE_WEIGHTS // shape.hidden)
     for first in range(0, shape.vocab, step):
         count = min(step, shape.vocab - first)
         drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
         piece = table[drawn].reshape(count, shape.hidden)
-        if is_int8:
-            piece[:, 0] = 127
+        piece[:, 0] = 127
         yield piece
 
 

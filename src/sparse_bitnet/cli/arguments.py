@@ -83,7 +83,7 @@ class _Argument:
         if get_origin(kind) in (tuple, list):
             kinds = get_args(kind)
             is_fixed = get_origin(kind) is tuple and Ellipsis not in kinds
-            how = {"nargs": len(kinds)} if is_fixed else {"nargs": "*"}
+            how = {"nargs": len(kinds)} if is_fixed else {"nargs": "+"}
             if not is_fixed:
                 # Given twice, both count.
                 how = {"action": "append"} if APPENDED in self.marks else how | {"action": "extend"}

@@ -32,12 +32,12 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
     from rich.console import Console
 
     from sparse_bitnet.bench.interleaved import run, table
-    from sparse_bitnet.bench.machine import warning
-    from sparse_bitnet.bench.record import append_records, check_records, where_measured
+    from sparse_bitnet.files import check_new_file
     from sparse_bitnet.progress import Progress
+    from sparse_bitnet.provenance import append_records, where_measured
 
     if out is not None:
-        check_records(out)
+        check_new_file(out)
     console = Console()
     with Progress(console) as progress:
         line = progress.line("starting")
@@ -46,8 +46,8 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         console.print(table([row for row in rows if row["pattern"] == pattern]))
     console.print(f"{where['hardware']}, {where['date'][:10]}, commit {where['commit']}")
-    if doubt := warning(rows[0]["others_share"]):
-        console.print(doubt)
+    if (share := rows[0]["others_share"]) is not None:
+        console.print(f"other processes used {share:.0%} of the processors")
     if out is not None:
         append_records(out, rows, where)
         console.print(f"written to {out}")

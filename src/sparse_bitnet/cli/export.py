@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from sparse_bitnet.cli.arguments import CheckpointArgument, OutArgument, Positional, command, parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
-from sparse_bitnet.progress import Progress
 
 
 def main(arguments: list[str]) -> None:
@@ -36,6 +35,7 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
     from rich.table import Table
 
     from sparse_bitnet.export.export_checkpoint import export
+    from sparse_bitnet.progress import Progress
 
     console = Console(markup=False)
     with Progress(console) as lines:
@@ -94,6 +94,7 @@ def import_(
 
     from sparse_bitnet.export.importer import import_checkpoint
     from sparse_bitnet.pattern import NMPattern
+    from sparse_bitnet.progress import Progress
 
     if config.packed is None and config.embeddings != "auto":
         raise UserError("--embeddings is an option of the packed form: give --packed")

@@ -13,7 +13,6 @@ from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.presets import find_preset
-from sparse_bitnet.progress import Progress
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 from sparse_bitnet.training.schedule import format_of
@@ -165,6 +164,7 @@ def run(chosen: Options) -> None:
         prepare_chat(chosen.chat, config)
     from rich.console import Console
 
+    from sparse_bitnet.progress import Progress
     from sparse_bitnet.training.distributed import EXIT_CODE, ErrorElsewhere, ProcessLost
     from sparse_bitnet.training.metrics import describe
     from sparse_bitnet.training.trainer import Interrupted, train
