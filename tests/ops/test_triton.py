@@ -12,7 +12,6 @@ from sparse_bitnet.ops.mask_words import unpack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference, quantize_windows_reference
 from sparse_bitnet.ops.select_ternary import (
-    absmean_reference,
     select_ternary_bits_reference,
     select_ternary_reference,
 )
@@ -50,7 +49,7 @@ def weights(rows: int, columns: int, dtype: torch.dtype, special: float) -> Tens
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "m"), PATTERNS)
-def test_codes_mask_bits_and_flips(n: int, m: int, dtype: torch.dtype) -> None:
+def test_codes_and_mask_as_bools_and_bits(n: int, m: int, dtype: torch.dtype) -> None:
     scale = torch.tensor(0.9)
     # The tile is 1024 weights: one that is not full, and some whole ones.
     for rows, groups, special in ((3, 5, 0.0), (2, 1100 // m + 2, 0.3)):
@@ -61,18 +60,12 @@ def test_codes_mask_bits_and_flips(n: int, m: int, dtype: torch.dtype) -> None:
         assert torch.equal(codes.cpu(), expected_codes)
         assert torch.equal(mask.cpu(), expected_mask)
         assert torch.equal(kernels.nm_mask(on_device, n, m).cpu(), nm_mask_reference(weight, n, m))
-        codes, words, flips = kernels.select_ternary_bits(on_device, device_scale, n, m, None)
-        assert torch.equal(codes.cpu(), expected_codes)
-        assert torch.equal(unpack_mask(words, m).cpu(), expected_mask)
-        assert flips.item() == 0
-        moved = weights(rows, groups * m, dtype, special)
-        found = kernels.select_ternary_bits(moved.to(DEVICE), device_scale, n, m, words)
-        expected = select_ternary_bits_reference(moved, scale, n, m, words.cpu())
-        for ours, theirs in zip(found, expected, strict=True):
+        codes, words = kernels.select_ternary_bits(on_device, device_scale, n, m)
+        expected = select_ternary_bits_reference(weight, scale, n, m)
+        for ours, theirs in zip((codes, words), expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours.cpu(), theirs)
-        after = unpack_mask(expected[1], m)
-        assert expected[2].item() == (expected_mask ^ after).sum().item()
+        assert torch.equal(unpack_mask(words, m).cpu(), expected_mask)
 
 
 def test_groups_of_nan_keep_exactly_n() -> None:
@@ -84,7 +77,7 @@ def test_groups_of_nan_keep_exactly_n() -> None:
         assert torch.equal(mask, nm_mask_reference(weight, n, m))
 
 
-@pytest.mark.parametrize("scale", [2.0**-126, 3 * 2.0**-149, -0.7, 0.0, math.nan, math.inf, 2.5e38])
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, 2.5e38])
 def test_unusual_scales(scale: float) -> None:
     weight = torch.tensor([[1e-38, 2.0**-127, 2.0**-149, -(2.0**-148), 0.0, 1.0, -0.4, 0.35]])
     weight_scale = torch.tensor(scale)
@@ -100,13 +93,6 @@ def test_codes_around_the_rounding_boundary(dtype: torch.dtype) -> None:
         weight = torch.cat([near.view(dtype), -near.view(dtype)])
         codes, _ = kernels.select_ternary(weight.to(DEVICE), scale.to(DEVICE), 1, 1)
         assert torch.equal(codes.cpu(), select_ternary_reference(weight, scale, 1, 1)[0])
-
-
-@pytest.mark.parametrize("size", [1, 8191, 8192, 20_001])
-def test_absmean(size: int) -> None:
-    weight = torch.randn(size).bfloat16()
-    assert kernels.absmean(weight.to(DEVICE)).cpu() == absmean_reference(weight)
-    assert kernels.absmean(0 * weight.to(DEVICE)).item() == torch.tensor(1e-5).item()
 
 
 def test_strided_weights() -> None:

@@ -25,19 +25,16 @@ from triton.compiler import ASTSource
 import triton
 from sparse_bitnet.ops import triton as ours
 
-F, BYTES, WORDS, CODES = "*fp32", "*u8", "*i32", "*i8"
+F, BYTES, CODES = "*fp32", "*u8", "*i8"
 scaled = dict(activation_scale=F, weight_scale=F, bias=F, y="*bf16", rows="i32")
 many = dict(x_codes=CODES, tokens="i32", **scaled)
-selection = dict(weight_scale=F, codes=CODES, mask=BYTES, words=BYTES, previous=BYTES, flips=WORDS,
-                 groups="i32")
+selection = dict(weight_scale=F, codes=CODES, mask=BYTES, words=BYTES, groups="i32")
 tokens = dict(x="*i16", codes=CODES, scale=F, features="i32", columns="i32")
 KERNELS = {
     "select 6:8": (ours._select, 4, dict(weight=F, **selection),
                    dict(N=6, M=8, LANES=8, GROUPS=128)),
     "select 2:7": (ours._select, 4, dict(weight="*i16", **selection),
                    dict(N=2, M=7, LANES=8, GROUPS=128)),
-    "absmean": (ours._sum_magnitudes, 8, dict(weight="*i16", partial="*fp64", count="i32"),
-                dict(BLOCK=8192)),
     # Tokens of 2,048 features, 16 a thread: 4 warps, of windows 2.
     "quantise": (ours._quantize, 4, tokens, dict(M=4, WINDOWS=1, QUADS=512)),
     "windows": (ours._quantize, 2, tokens, dict(M=8, WINDOWS=3, QUADS=256)),

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.ops.mask_words import unpack_mask
+from sparse_bitnet.ops.mask_words import count_flips, unpack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.select_ternary import (
     absmean,
@@ -92,9 +92,10 @@ def select(
         if not words or not prunes:
             codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
             return Selection(codes, mask if prunes else None, scale)
-        codes, bits, flips = select_ternary_bits(weight, scale, pattern.n, pattern.m, previous)
+        codes, bits = select_ternary_bits(weight, scale, pattern.n, pattern.m)
+        flips = None if previous is None else count_flips(previous, bits)
         needed = unpack_mask(bits, pattern.m) if config.mask_gradient == "masked" else None
-        return Selection(codes, needed, scale, bits, None if previous is None else flips)
+        return Selection(codes, needed, scale, bits, flips)
     if config.mask_source == "ternary":
         codes, scale = quantize_ternary(weight, weight_scale)
         mask = nm_mask(codes.to(weight.dtype), pattern)

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,10 @@ from sparse_bitnet.pattern import MAX_GROUP
 if TYPE_CHECKING:
     from sparse_bitnet.ops.cpu import Kernels
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Op = TypeVar("Op", bound=Callable[..., Any])
 
 CHOICES = ("auto", "reference", "cpu", "triton")
 CPU_DTYPES = (torch.float32, torch.bfloat16)
-CUDA_DTYPES = (*CPU_DTYPES, torch.float16)
-
-_REMEDY = "reinstall sparse-bitnet where a C++ compiler (GCC or Clang) is available"
 
 # An implementation lives as long as the library object it was registered with. Registered by hand
 # rather than through @custom_op, whose call costs three times as much.
@@ -65,7 +61,10 @@ def cpu_kernels() -> "tuple[Kernels | None, str]":
     try:
         from sparse_bitnet.ops.cpu import Kernels
     except ImportError as error:
-        reason = f"the extension sparse_bitnet._cpu cannot be imported ({error}); {_REMEDY}"
+        reason = (
+            f"the extension sparse_bitnet._cpu cannot be imported ({error}); reinstall sparse-bitnet "
+            "where a C++ compiler (GCC or Clang) is available"
+        )
         if choice == "cpu":
             raise UserError(f"SPARSE_BITNET_KERNEL=cpu: {reason}") from error
         return None, reason
@@ -99,8 +98,7 @@ def cusparselt_unavailable() -> str:
     """Why 2:4 products cannot run on this machine; empty where they can."""
     if reason := triton_unavailable():
         return reason
-    library = getattr(torch.backends, "cusparselt", None)
-    there = library is not None and library.is_available()
+    there = torch.backends.cusparselt.is_available()
     return "" if there else "this PyTorch is built without cuSPARSELt"
 
 
@@ -115,46 +113,42 @@ def status() -> list[KernelStatus]:
     """Return every kernel, whether it is in use, and the reason. Raises what `check_choice` raises."""
     check_choice()
     kernels, reason = cpu_kernels()
-    only_reference = reason if choice_of_kernel() == "reference" else ""
-    triton, cusparselt = (
-        only_reference or unavailable()
-        for unavailable in (triton_unavailable, cusparselt_unavailable)
-    )
     plain = "plain PyTorch; also for the devices and dtypes no kernel covers"
-    on_cuda = "selection, quantisation and products on CUDA tensors"
-    return [
+    rows = [
         KernelStatus("reference", kernels is None, plain),
         KernelStatus("cpu", kernels is not None, reason),
-        KernelStatus("triton", not triton, triton or on_cuda),
-        KernelStatus(
-            "cusparselt", not cusparselt, cusparselt or "sparse tensor cores, in `bench gpu`"
-        ),
     ]
+    for name, unavailable, use in (
+        ("triton", triton_unavailable, "selection, quantisation and products on CUDA tensors"),
+        ("cusparselt", cusparselt_unavailable, "sparse tensor cores, in `bench gpu`"),
+    ):
+        why = reason if choice_of_kernel() == "reference" else unavailable()
+        rows.append(KernelStatus(name, not why, why or use))
+    return rows
 
 
 def define(
     schema: str,
-    reference: Callable[Arguments, Result],
-    fake: Callable[..., Any] | None,
+    reference: Op,
     *,
+    fake: Callable[..., Any] | None = None,
     takes: Callable[..., bool] = lambda *arguments: True,
-    cuda: Literal["", "triton"] | Callable[..., Any] = "",
+    cuda: Callable[..., Any] | None = None,
     cuda_unavailable: Callable[[], str] = triton_unavailable,
-) -> Callable[Arguments, Result]:
+) -> Op:
     """Register an op `torch.ops.sparse_bitnet.NAME` with all its implementations.
 
     Args:
         schema: name, arguments and results, as torch writes them.
         reference: plain PyTorch, for every device, and what kernels have to return.
-        fake: shapes and dtypes of the results; None for an op that is never compiled.
+        fake: shapes and dtypes of the results, for `torch.compile`; by default those of the reference.
         takes: whether kernels take these arguments; others go to the reference.
-        cuda: the kernel for CUDA tensors; "triton" is the one of the op's name in `ops.triton`.
+        cuda: the kernel for CUDA tensors, unless it is the function of the op's name in `ops.triton`.
         cuda_unavailable: why that kernel cannot run here, empty where it can.
 
     The compiled kernels' method of the op's name, where there is one, is that for CPUs. Returns the op.
     """
     name = schema.partition("(")[0]
-    otherwise: Callable[..., Any] = reference
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     if fake is not None:
@@ -163,17 +157,17 @@ def define(
 
         def cpu_op(*arguments: Any) -> Any:
             fits = arguments[0].dtype in CPU_DTYPES and takes(*arguments)
-            return (on_cpu if fits else otherwise)(*arguments)
+            return (on_cpu if fits else reference)(*arguments)
 
         _LIBRARY.impl(name, cpu_op, "CPU")
-    if cuda and torch.version.cuda is not None and choice_of_kernel() != "reference":
+    if torch.version.cuda is not None and choice_of_kernel() != "reference":
 
         def cuda_op(*arguments: Any) -> Any:
             if cuda_unavailable() or not takes(*arguments):
-                return otherwise(*arguments)
-            on_cuda: Any = cuda
-            if cuda == "triton":  # the module imports ops, so it comes last
-                on_cuda = getattr(importlib.import_module(f"{__package__}.triton"), name)
+                return reference(*arguments)
+            # The module imports ops, so it comes last.
+            triton = importlib.import_module(f"{__package__}.triton")
+            on_cuda = cuda or getattr(triton, name, reference)
             # Kernels are launched on the current device.
             with torch.cuda.device(arguments[0].device):
                 return on_cuda(*arguments)
@@ -184,7 +178,8 @@ def define(
 
 def takes_values(tensor: Tensor) -> bool:
     """Whether kernels take this weight or activation; the references take all."""
-    return tensor.dtype in CUDA_DTYPES and tensor.dim() > 0 and tensor.numel() > 0
+    fits = tensor.dtype in (*CPU_DTYPES, torch.float16)
+    return fits and tensor.dim() > 0 and tensor.numel() > 0
 
 
 def takes_groups(weight: Tensor, n: int, m: int) -> bool:

@@ -26,16 +26,12 @@ class Kernels:
 
     def __init__(self, isa: str = "", threads: int | None = None) -> None:
         self._kernels = _cpu.Kernels.choose(isa)
+        self.isa: str = self._kernels.isa
         self._threads = threads
 
     @property
-    def isa(self) -> str:
-        """Name of the instruction set."""
-        return self._kernels.isa
-
-    @property
     def threads(self) -> int:
-        """How many are used now."""
+        """Number of threads in use."""
         return self._threads or torch.get_num_threads()
 
     def nm_mask(self, weight: Tensor, n: int, m: int) -> Tensor:

@@ -61,13 +61,8 @@ def int8_linear_reference(
 
 
 def integer_product(x_codes: Tensor, codes: Tensor, ternary: bool = True) -> Tensor:
-    """x_codes @ codes.T exactly, rounded to float32; that of ternary codes stays below 2**24.
-
-    Args:
-        x_codes: int8 [..., in_features].
-        codes: int8 [out_features, in_features].
-        ternary: they are in {-1, 0, 1}.
-    """
+    """Return x_codes @ codes.T exactly, rounded to float32; that of ternary codes stays below 2**24. The
+    arguments are those of `int8_linear_reference`."""
     fits = ternary and codes.shape[-1] <= _EXACT_IN_FLOAT32
     wide = torch.float32 if fits else torch.float64
     return F.linear(x_codes.to(wide), codes.to(wide)).float()
@@ -118,19 +113,12 @@ def sparse_tensor_cores(
     x = F.pad(x, (0, 0, 0, -tokens % TOKEN_MULTIPLE)).t()
     row_scale = weight_scale.expand(out_features)
     activation_scale = activation_scale.reshape(-1, 1)
-    if dtype == torch.bfloat16:
-        alpha = F.pad(row_scale, (0, compressed.shape[0] - out_features))
-        y = _product(compressed, x, alpha, dtype)[:tokens, :out_features].mul_(activation_scale)
-        return (y if bias is None else y.add_(bias)).reshape(shape)
-    sums = _product(compressed, x, None, torch.int32)[:tokens, :out_features]
-    y = sums * (activation_scale * row_scale)
-    return (y if bias is None else y + bias).to(dtype).view(shape)
-
-
-def _product(compressed: Tensor, x: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """[tokens, rows of the weight] of int8 [K', tokens], tokens a multiple of 16."""
-    operands = (compressed, x, None, alpha, out_dtype, True)
-    return torch._cslt_sparse_mm(*operands, *_algorithm(*operands))
+    is_bf16 = dtype == torch.bfloat16
+    alpha = F.pad(row_scale, (0, compressed.shape[0] - out_features)) if is_bf16 else None
+    operands = (compressed, x, None, alpha, dtype if is_bf16 else torch.int32, True)
+    sums = torch._cslt_sparse_mm(*operands, *_algorithm(*operands))[:tokens, :out_features]
+    y = sums.mul_(activation_scale) if is_bf16 else sums * (activation_scale * row_scale)
+    return (y if bias is None else y + bias).to(dtype).reshape(shape)
 
 
 _ALGORITHMS: dict[tuple[Any, ...], tuple[int, int, int]] = {}
@@ -141,8 +129,7 @@ def _algorithm(
 ) -> tuple[int, int, int]:
     """The library's fastest algorithm for a shape, searched the first time the shape is met: its
     number, the parts into which K is split, and how they are added."""
-    device = compressed.device.index or 0
-    key = (device, *compressed.shape, *x.shape, *more)
+    key = (compressed.device.index or 0, *compressed.shape, *x.shape, *more)
     if key not in _ALGORITHMS:
         if torch.cuda.is_current_stream_capturing():
             # A search times kernels and synchronises, which a graph cannot record.
@@ -165,13 +152,11 @@ int8_linear = define(
     "int8_linear(Tensor x_codes, Tensor activation_scale, Tensor codes, Tensor weight_scale, "
     "Tensor? bias, ScalarType dtype, bool ternary=True) -> Tensor",
     int8_linear_reference,
-    _fake,
-    cuda="triton",
+    fake=_fake,
 )
 define(
     "compress_windows(Tensor expanded) -> Tensor",
     torch.clone,
-    None,
     cuda=lambda expanded: torch._cslt_compress(expanded.contiguous()),
     cuda_unavailable=cusparselt_unavailable,
 )
@@ -179,7 +164,7 @@ sparse_int8_linear = define(
     "sparse_int8_linear(Tensor x_codes, Tensor activation_scale, Tensor compressed, "
     "int out_features, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
     sparse_int8_linear_reference,
-    _sparse_fake,
+    fake=_sparse_fake,
     cuda=sparse_tensor_cores,
     cuda_unavailable=cusparselt_unavailable,
 )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks as one integer a group: how they are kept from step to step, stored and compared."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +40,6 @@ def count_flips(previous: Tensor, current: Tensor) -> Tensor:
     """Positions where two masks of `pack_mask` differ, int64 scalar."""
     assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
     bits = (previous ^ current).contiguous().view(torch.uint8)
-    if bits.device.type == "cpu":
-        return torch.tensor(int(np.count_nonzero(np.unpackbits(bits.numpy()))))
     # Ones of each byte: of pairs of bits, of fours, of all eight.
     bits = bits - (bits >> 1 & 0x55)
     bits = (bits & 0x33) + (bits >> 2 & 0x33)

@@ -52,14 +52,4 @@ def _magnitude_keys(weight: Tensor) -> Tensor:
     return weight.float().abs().view(torch.int32)
 
 
-def _fake(weight: Tensor, n: int, m: int) -> Tensor:
-    return torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-
-
-define(
-    "nm_mask(Tensor weight, int n, int m) -> Tensor",
-    nm_mask_reference,
-    _fake,
-    takes=takes_groups,
-    cuda="triton",
-)
+define("nm_mask(Tensor weight, int n, int m) -> Tensor", nm_mask_reference, takes=takes_groups)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.backends import define, takes_values
-from sparse_bitnet.ops.windows import gather_index, window_layout
+from sparse_bitnet.ops.windows import gather_index
 from sparse_bitnet.packing.formats import SCALE_FLOOR
 from sparse_bitnet.pattern import NMPattern
 
@@ -47,26 +47,16 @@ def quantize_windows(x: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
 def quantize_windows_reference(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """`quantize_windows` in plain PyTorch: what every kernel returns, bit for bit."""
     codes, activation_scale = quantize_int8_reference(x)
-    index = gather_index(NMPattern(n, m), x.shape[-1]).to(x.device)
+    index = gather_index(NMPattern(n, m), x.shape[-1], x.device)
     return torch.where(index < 0, 0, codes[..., index.clamp_min(0)]), activation_scale
-
-
-def empty_tokens(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Room for the quantised tokens of `x`: int8 [..., width] and float32 [..., 1]."""
-    codes = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
-    return codes, codes.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 define(
     "quantize_int8(Tensor x) -> (Tensor codes, Tensor activation_scale)",
     quantize_int8_reference,
-    lambda x: empty_tokens(x, x.shape[-1]),
     takes=takes_values,
-    cuda="triton",
 )
 define(
     "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     quantize_windows_reference,
-    lambda x, n, m: empty_tokens(x, window_layout(NMPattern(n, m)).width(x.shape[-1])),
-    cuda="triton",
 )

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.backends import define, takes_groups, takes_values
-from sparse_bitnet.ops.mask_words import count_flips, pack_mask, word_dtype
+from sparse_bitnet.ops.mask_words import pack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.packing.formats import SCALE_FLOOR
-
-# Below, weight_scale / 2 need not be a float32 and the CPU kernel's comparison would not be exact.
-_SMALLEST_SCALE = 2.0**-125
 
 
 def absmean(weight: Tensor) -> Tensor:
@@ -54,7 +51,7 @@ def quantize_ternary(weight: Tensor, weight_scale: Tensor | None = None) -> tupl
 
     Args:
         weight: float tensor of any shape.
-        weight_scale: float32 scalar; `absmean(weight)` when not given.
+        weight_scale: float32 scalar, positive; `absmean(weight)` when not given.
 
     Returns (int8 codes of the shape of `weight`, float32 scalar scale).
     """
@@ -82,63 +79,32 @@ def select_ternary_reference(
 
 
 def select_ternary_bits_reference(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes as of `select_ternary`, by whatever kernel that has, the mask as of `pack_mask`, and its
-    flips against `previous`.
-
-    Returns (int8 codes, mask words, int64 scalar: 0 without `previous`).
-    """
+    weight: Tensor, weight_scale: Tensor, n: int, m: int
+) -> tuple[Tensor, Tensor]:
+    """Return int8 codes as of `select_ternary`, by whatever kernel that has, and the mask as of
+    `pack_mask`."""
     codes, mask = select_ternary(weight, weight_scale, n, m)
-    words = pack_mask(mask, m)
-    flips = count_flips(words if previous is None else previous, words)
-    return codes, words, flips
+    return codes, pack_mask(mask, m)
 
 
-def _takes(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None = None
-) -> bool:
-    others = (weight_scale,) if previous is None else (weight_scale, previous)
-    if weight_scale.dim() or weight_scale.dtype != torch.float32:
+def _takes(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> bool:
+    is_one = weight_scale.dim() == 0 and weight_scale.dtype == torch.float32
+    if not is_one or weight_scale.device != weight.device:
         return False
-    if any(other.device != weight.device for other in others):
-        return False
-    too_small = weight.device.type == "cpu" and not weight_scale.item() >= _SMALLEST_SCALE
-    return not too_small and takes_groups(weight, n, m)
+    # Below, weight_scale / 2 need not be a float32 and the CPU kernel's comparison would not be exact.
+    is_small = weight.device.type == "cpu" and not weight_scale.item() >= 2.0**-125
+    return not is_small and takes_groups(weight, n, m)
 
 
-def _fake(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    return codes, torch.empty_like(codes, dtype=torch.bool)
-
-
-def _fake_bits(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    words = codes.new_empty((*weight.shape[:-1], weight.shape[-1] // m), dtype=word_dtype(m))
-    return codes, words, codes.new_empty((), dtype=torch.int64)
-
-
-define(
-    "absmean(Tensor weight) -> Tensor",
-    absmean_reference,
-    lambda weight: weight.new_empty((), dtype=torch.float32),
-    takes=takes_values,
-    cuda="triton",
-)
+define("absmean(Tensor weight) -> Tensor", absmean_reference, takes=takes_values)
 select_ternary = define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
     select_ternary_reference,
-    _fake,
     takes=_takes,
-    cuda="triton",
 )
 select_ternary_bits = define(
-    "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m, Tensor? previous) -> "
-    "(Tensor codes, Tensor mask_words, Tensor flips)",
+    "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m) -> "
+    "(Tensor codes, Tensor mask_words)",
     select_ternary_bits_reference,
-    _fake_bits,
     takes=_takes,
-    cuda="triton",
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels, in Triton, compiled on first use: each function is the kernel of the op of its name.
 
-Selection: mask, ternary codes, mask bits and flip count in one pass over the weights; absmean in another.
+Selection: ternary codes and the mask, as bools or bits, in one pass over the weights.
 A tile is [groups, lanes], a group of m weights to a row. Which n are kept follows from picking: the
 largest n one after another, or the smallest m - n to be dropped, whichever is shorter; 6:8 and 2:4
 take two picks. Magnitudes are compared as integers, as `nm_mask_reference` does.
@@ -21,16 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparse_bitnet.ops.mask_words import word_dtype
-from sparse_bitnet.ops.quantize_int8 import empty_tokens
 from sparse_bitnet.ops.windows import WINDOW, WindowLayout, window_layout
 from sparse_bitnet.packing.formats import SCALE_FLOOR
 from sparse_bitnet.pattern import NMPattern
 
 TILE_WEIGHTS = 1024
-ABSMEAN_BLOCK = 8192
 
-# From here on weight_scale / 2 is a float32 and |w| / scale rounds above 0.5 where |w| > scale / 2.
-_SMALLEST_SCALE = tl.constexpr(2.0**-125)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", SCALE_FLOOR))[0])
@@ -58,42 +54,25 @@ def float32_bits(value):
 
 def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """See `select_ternary_reference`: (int8 masked codes, bool mask), bit for bit."""
-    codes, mask, _ = _launch(weight, weight_scale, n, m, words=False)
-    return codes, mask
+    return _launch(weight, weight_scale, n, m)
 
 
 def nm_mask(weight: Tensor, n: int, m: int) -> Tensor:
     """See `nm_mask_reference`."""
-    return _launch(weight, None, n, m, words=False)[1]
+    return _launch(weight, None, n, m)[1]
 
 
 def select_ternary_bits(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int, previous: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `select_ternary_bits_reference`: (int8 codes, mask words, int64 flips)."""
-    codes, words, flips = _launch(weight, weight_scale, n, m, words=True, previous=previous)
-    return codes, words, flips.sum(dtype=torch.int64)
-
-
-def absmean(weight: Tensor) -> Tensor:
-    """See `absmean_reference`; another order of the float64 sum."""
-    weight = weight.contiguous()
-    count = weight.numel()
-    programs = triton.cdiv(count, ABSMEAN_BLOCK)
-    partial = torch.empty(programs, dtype=torch.float64, device=weight.device)
-    _sum_magnitudes[(programs,)](readable(weight), partial, count, BLOCK=ABSMEAN_BLOCK, num_warps=8)
-    return (partial.sum() / count).float().clamp_min(SCALE_FLOOR)
+    weight: Tensor, weight_scale: Tensor, n: int, m: int
+) -> tuple[Tensor, Tensor]:
+    """See `select_ternary_bits_reference`: (int8 codes, mask words)."""
+    return _launch(weight, weight_scale, n, m, words=True)
 
 
 def _launch(
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    n: int,
-    m: int,
-    words: bool,
-    previous: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (of a scale), mask as words or bools, flips of each program."""
+    weight: Tensor, weight_scale: Tensor | None, n: int, m: int, words: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return codes (only if there is a scale), and the mask as words or bools."""
     weight, lanes = weight.contiguous(), triton.next_power_of_2(m)
     codes = weight if weight_scale is None else torch.empty_like(weight, dtype=torch.int8)
     grouped = (*weight.shape[:-1], weight.shape[-1] // m)
@@ -101,19 +80,12 @@ def _launch(
         grouped if words else weight.shape, dtype=word_dtype(m) if words else torch.bool
     )
     groups, tile = weight.numel() // m, max(1, TILE_WEIGHTS // lanes)
-    programs = triton.cdiv(groups, tile)
-    flips = weight.new_empty(0 if previous is None else programs, dtype=torch.int32)
-    if previous is not None:
-        assert (previous.shape, previous.dtype) == (mask.shape, mask.dtype)
-        previous = previous.contiguous()
-    _select[(programs,)](
+    _select[(triton.cdiv(groups, tile),)](
         readable(weight),
         weight_scale,
         None if weight_scale is None else codes,
         None if words else mask.view(torch.uint8),
         mask if words else None,
-        previous,
-        flips,
         groups,
         N=n,
         M=m,
@@ -122,37 +94,28 @@ def _launch(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return codes, mask, flips
+    return codes, mask
 
 
 @triton.jit
 def _kept(key, lane, N: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
     """Return the mask of the n largest lanes of each group, ties to the lower index.
 
-    Keys are magnitudes minus one, -1 .. 2**31 - 2, so that both ends are free for lanes to ignore.
+    Keys are magnitudes minus one, -1 .. 2**31 - 2: the least integer is free, in their complements too,
+    which have the reverse order. Lanes to ignore get it.
     """
-    real = (lane < M)[None, :] & (key >= -1)
-    if N == M:
-        keep = real
-    elif N <= M - N:
-        keep = key < -1
-        left = tl.where(real, key, -2)
-        for _ in tl.static_range(N):
-            largest = tl.max(left, axis=1)
-            first = tl.min(tl.where(left == largest[:, None], lane[None, :], LANES), axis=1)
-            hit = lane[None, :] == first[:, None]
-            keep = keep | hit
-            left = tl.where(hit, -2, left)
-    else:
-        keep = real
-        left = tl.where(real, key, 0x7FFFFFFF)
-        for _ in tl.static_range(M - N):
-            smallest = tl.min(left, axis=1)
-            last = tl.max(tl.where(left == smallest[:, None], lane[None, :], -1), axis=1)
-            hit = lane[None, :] == last[:, None]
-            keep = keep & (lane[None, :] != last[:, None])
-            left = tl.where(hit, 0x7FFFFFFF, left)
-    return keep
+    keeps: tl.constexpr = N <= M - N
+    picks: tl.constexpr = N if keeps else M - N
+    rank = lane if keeps else LANES - 1 - lane
+    left = tl.where((lane < M)[None, :], key if keeps else ~key, -0x80000000)
+    picked = key < -1
+    for _ in tl.static_range(picks):
+        best = tl.max(left, axis=1)
+        first = tl.min(tl.where(left == best[:, None], rank[None, :], LANES), axis=1)
+        hit = rank[None, :] == first[:, None]
+        picked = picked | hit
+        left = tl.where(hit, -0x80000000, left)
+    return picked if keeps else ~picked
 
 
 @triton.jit
@@ -162,16 +125,13 @@ def _select(
     codes,
     mask,
     words,
-    previous,
-    flips,
     groups,
     N: tl.constexpr,
     M: tl.constexpr,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    group = program.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, LANES)
     inside = (group < groups)[:, None] & (lane < M)[None, :]
     at = group[:, None] * M + lane[None, :]
@@ -179,33 +139,15 @@ def _select(
     value = bits.to(tl.float32, bitcast=True)
     keep = _kept((bits & _MAGNITUDE) - 1, lane, N, M, LANES)
     if codes is not None:
-        scale = tl.load(weight_scale)
-        if scale >= _SMALLEST_SCALE:
-            half = scale * 0.5
-            code = (value > half).to(tl.int32) - (value < -half).to(tl.int32)
-        else:
-            quotient = tl.div_rn(value, tl.zeros_like(value) + scale)
-            code = (quotient > 0.5).to(tl.int32) - (quotient < -0.5).to(tl.int32)
+        # |w| / scale rounds above 0.5 where |w| > scale / 2, for positive scales from 2**-125 on.
+        half = tl.load(weight_scale) * 0.5
+        code = (value > half).to(tl.int32) - (value < -half).to(tl.int32)
         tl.store(codes + at, tl.where(keep, code, 0).to(tl.int8), mask=inside)
     if mask is not None:
         tl.store(mask + at, keep.to(tl.uint8), mask=inside)
     if words is not None:
-        word = tl.sum(keep.to(tl.int32) << lane[None, :], axis=1)
+        word = tl.sum((keep & (lane < M)[None, :]).to(tl.int32) << lane[None, :], axis=1)
         tl.store(words + group, word.to(words.dtype.element_ty), mask=group < groups)
-    if previous is not None:
-        before = tl.load(previous + group, mask=group < groups, other=0).to(tl.int32)
-        was_kept = (before[:, None] >> lane[None, :]) & 1
-        changed = tl.where(inside, was_kept ^ keep.to(tl.int32), 0)
-        tl.store(flips + program, tl.sum(tl.sum(changed, axis=1), axis=0))
-
-
-@triton.jit
-def _sum_magnitudes(weight, partial, count, BLOCK: tl.constexpr):
-    program = tl.program_id(0)
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = float32_bits(tl.load(weight + at, mask=at < count, other=0)) & _MAGNITUDE
-    value = bits.to(tl.float32, bitcast=True)
-    tl.store(partial + program, tl.sum(value.to(tl.float64), axis=0))
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +160,8 @@ def quantize_windows(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     features = x.shape[-1]
     layout = window_layout(NMPattern(n, m)) if m else WindowLayout(WINDOW, 1)
     columns = layout.width(features) if m else features
-    codes, scale = empty_tokens(x, columns)
+    codes = torch.empty((*x.shape[:-1], columns), dtype=torch.int8, device=x.device)
+    scale = codes.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     quads = triton.next_power_of_2(triton.cdiv(max(features, columns // layout.windows), WINDOW))
     if scale.numel():
         _quantize[(scale.numel(),)](

@@ -56,7 +56,9 @@ def window_layout(pattern: NMPattern) -> WindowLayout:
     )
 
 
-def gather_index(pattern: NMPattern, in_features: int) -> Tensor:
+def gather_index(
+    pattern: NMPattern, in_features: int, device: torch.device | None = None
+) -> Tensor:
     """Source column of every expanded column: int64 [K'], -1 for columns that fill up.
 
     Args:
@@ -64,7 +66,7 @@ def gather_index(pattern: NMPattern, in_features: int) -> Tensor:
         in_features: K.
     """
     layout = window_layout(pattern)
-    column = torch.arange(layout.width(in_features))
+    column = torch.arange(layout.width(in_features), device=device)
     window, lane = column // WINDOW, column % WINDOW
     source = window // layout.windows * layout.m + 2 * (window % layout.windows) + lane
     return torch.where(source < in_features, source, -1)
