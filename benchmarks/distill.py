@@ -24,9 +24,8 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.trainer import train
-from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 PATTERNS = ("8:8", "6:8", "2:4")
 SEEDS = 3

@@ -21,9 +21,7 @@ from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet_paper.paper import paper
 from sparse_bitnet_paper.scales import Scale, four_formats
 
-NOT_IN_NAME = frozenset(
-    ("data", "out", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
-)
+NOT_IN_NAME = frozenset(("data", "out", "checkpoint_every", "keep_checkpoints", "tensorboard"))
 """Fields of a config that change neither the weights nor what is measured of them."""
 
 ABLATIONS = {

@@ -16,8 +16,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import Perplexity, Window, evaluate, perplexity, windows
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.validation import held_out_windows, validation_loss
+from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 
 
 @given(tokens=st.integers(0, 300), context=st.integers(1, 40), data=st.data())

@@ -33,7 +33,7 @@ from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES
-from sparse_bitnet.training.teacher import Teacher, fingerprint
+from sparse_bitnet.training.distillation import Teacher, fingerprint
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 Kind = gguf.GGMLQuantizationType

@@ -12,21 +12,24 @@ from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 
 
-def test_json_round_trip():
+def test_json_round_trip(tmp_path):
     config = TrainConfig(steps=7, format="full-2:4", sparse_fraction=0.25)
-    assert TrainConfig.from_json(config.to_json(), "here") == config
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert read_config(tmp_path) == config
 
 
-def test_unknown_and_missing_keys_are_named():
-    text = TrainConfig().to_json()
-    with pytest.raises(UserError, match="unknown keys colour"):
-        TrainConfig.from_json(text.replace("{", '{"colour": 1,', 1), "config.json")
-    with pytest.raises(UserError, match="missing keys steps"):
-        TrainConfig.from_json(text.replace('  "steps": 1000,\n', ""), "config.json")
-    with pytest.raises(UserError, match="not valid JSON"):
-        TrainConfig.from_json("{", "config.json")
-    with pytest.raises(UserError, match=r"config\.json: not a JSON object"):
-        TrainConfig.from_json("[]", "config.json")
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("{", '{"colour": 1,', "missing or unknown keys colour"),
+        ('  "steps": 1000,\n', "", "missing or unknown keys steps"),
+        ("{", '{"model_type": "llama",', "is that of a model, not of a run"),
+    ],
+)
+def test_unknown_and_missing_keys_are_named(tmp_path, old, new, reason):
+    (tmp_path / "config.json").write_text(TrainConfig().to_json().replace(old, new, 1))
+    with pytest.raises(UserError, match=reason):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,10 @@ def test_not_a_run_folder(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"\xff{}", b"[" * 100_000, b""])
+@pytest.mark.parametrize("content", [b"\xff{}", b"[" * 100_000, b"", b"[]"])
 def test_a_damaged_config_is_one_line(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"config\.json: not valid JSON") as caught:
+    with pytest.raises(UserError, match=r"config\.json is damaged: not ") as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -10,8 +10,7 @@ from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.training import loss as loss_module
-from sparse_bitnet.training.loss import SummedLoss, chunked_cross_entropy
-from sparse_bitnet.training.validation import mean_token_loss
+from sparse_bitnet.training.loss import SummedLoss, chunked_cross_entropy, mean_token_loss
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])

@@ -19,11 +19,16 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.training import teacher as teacher_module
-from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.distillation import DistillationLoss, relation_loss
+from sparse_bitnet.training import distillation as teacher_module
+from sparse_bitnet.training.config import TrainConfig, read_config
+from sparse_bitnet.training.distillation import (
+    DistillationLoss,
+    LogitCache,
+    Teacher,
+    fingerprint,
+    relation_loss,
+)
 from sparse_bitnet.training.metrics import read_rows
-from sparse_bitnet.training.teacher import LogitCache, Teacher, fingerprint
 from sparse_bitnet.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -128,7 +133,7 @@ def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
     capfd: pytest.CaptureFixture,
 ) -> None:
     part = 8 * 32 * VOCAB * 4
-    monkeypatch.setattr("sparse_bitnet.training.teacher._PART_BYTES", part)
+    monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", part)
     cache = tmp_path / "cache"
     train(direct := distil(out=str(tmp_path / "direct")))
     train(cached := distil(logit_cache=str(cache), top_logits=VOCAB, out=str(tmp_path / "cached")))
@@ -183,8 +188,8 @@ def test_an_unfinished_cache_goes_on(
         loader = TokenLoader(dataset, sequence_length=32, batch_size=4, seed=seed)
         return LogitCache(config, loader, VOCAB)
 
-    monkeypatch.setattr("sparse_bitnet.training.teacher._PART_BYTES", 1 << 17)
-    monkeypatch.setattr("sparse_bitnet.training.teacher.default_chunk_tokens", lambda _: 100)
+    monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", 1 << 17)
+    monkeypatch.setattr("sparse_bitnet.training.distillation.default_chunk_tokens", lambda _: 100)
     whole, parts = cache("whole"), cache("parts")
     assert whole.token.itemsize == 8 * 4
     whole.fill(torch.float32, CPU, 16)
@@ -272,7 +277,7 @@ def test_the_command(distil: Any, teacher: Path, tmp_path: Path) -> None:
     options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
     out = tmp_path / "run"
     distill([str(teacher), str(out), "--data", distil().data, *options.split()])
-    stored = TrainConfig.from_json((out / "config.json").read_text(), "")
+    stored = read_config(out)
     assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 1e-3)
     distill([str(teacher), str(out), "--data", distil().data])
     with pytest.raises(UserError, match="distill: OUT is missing"):

@@ -17,11 +17,10 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import loss as loss_module
 from sparse_bitnet.training import trainer as trainer_module
-from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.run_folder import Interrupted, run_lock
 from sparse_bitnet.training.trainer import Trainer, train
-from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 
 def rows(run: Path | str) -> list[dict]:

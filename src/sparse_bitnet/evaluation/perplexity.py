@@ -35,8 +35,7 @@ from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.loss import SummedLoss, mean_of
-from sparse_bitnet.training.validation import mean_token_loss
+from sparse_bitnet.training.loss import SummedLoss, mean_of, mean_token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

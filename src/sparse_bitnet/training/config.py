@@ -6,12 +6,13 @@ import json
 import math
 import numbers
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import MOST_THREADS
 
 
@@ -178,9 +179,6 @@ class TrainConfig:
     tensorboard: bool = False
     """Write TensorBoard events to OUT/tensorboard too."""
 
-    wandb: bool = False
-    """Log to Weights & Biases too (needs the `wandb` extra)."""
-
     def __post_init__(self) -> None:
         _check(self)
 
@@ -195,116 +193,107 @@ class TrainConfig:
         return self.steps - round(self.steps * self.sparse_fraction) + 1
 
     def to_json(self) -> str:
-        """Return the config as JSON text, which `from_json` reads."""
+        """Return the config as JSON text, which `read_config` reads."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str | bytes, where: str) -> Self:
-        """Read `to_json`'s text. Raises `UserError` for unknown or missing keys, naming `where`."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not valid JSON ({error})") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{where}: not a JSON object")
-        if "model_type" in values:
-            raise UserError(f"{where} is that of a model, not of a run; choose another --out")
-        names = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(values.keys() - names):
-            raise UserError(
-                f"{where}: unknown keys {', '.join(unknown)} (written by another version?)"
-            )
-        if missing := sorted(names - values.keys()):
-            raise UserError(f"{where}: missing keys {', '.join(missing)}")
-        return cls(**values)
-
     def difference(self, other: Self) -> dict[str, tuple[Any, Any]]:
-        """Fields that change what is computed, with both values; where to and how often is left out."""
+        """Return the fields that change what is computed, with both values."""
         changed = {
-            field.name: (getattr(self, field.name), getattr(other, field.name))
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            name: (own, theirs)
+            for name, own in vars(self).items()
+            if own != (theirs := getattr(other, name)) and name not in WITHOUT_EFFECT_ON_WEIGHTS
         }
-        if None not in changed.get("logit_cache", ()):  # else its place alone is another
+        if None not in changed.get("logit_cache", ()):  # both have one, in different folders
             changed.pop("logit_cache", None)
-        return {
-            name: both for name, both in changed.items() if name not in WITHOUT_EFFECT_ON_WEIGHTS
-        }
+        return changed
 
 
 WITHOUT_EFFECT_ON_WEIGHTS = (
     *("data", "out", "validation_every", "validation_tokens", "layer_metrics_every"),
-    *("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb"),
+    *("checkpoint_every", "keep_checkpoints", "tensorboard"),
 )
 """Fields that may change between the parts of one run: the data is compared by its content instead."""
 
 
 def read_config(run: Path) -> TrainConfig:
-    """The config of a run folder. Raises `UserError` when the folder holds no run, or a damaged one."""
+    """Read the config of a run folder.
+
+    Raises `UserError` when the folder holds no run, or its config is damaged or of another version.
+    """
     path = run / "config.json"
     if not path.is_file():
         raise UserError(f"{run} is not a run folder: it has no config.json")
-    with os_errors_as(f"cannot read {path}"):
-        return TrainConfig.from_json(path.read_bytes(), str(path))
+    values = read_json(path)
+    if "model_type" in values:
+        raise UserError(f"{path} is that of a model, not of a run; choose another --out")
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    if wrong := sorted(names ^ values.keys()):
+        raise UserError(
+            f"{path}: missing or unknown keys {', '.join(wrong)} (written by another version?)"
+        )
+    return TrainConfig(**values)
 
 
-_ABOVE_0 = (
-    *("steps", "batch_size", "sequence_length", "learning_rate", "epsilon", "temperature"),
-    *("top_logits", "threads", "vocab_size", "loss_chunk_tokens"),
+_BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "steps batch_size sequence_length learning_rate epsilon temperature top_logits threads "
+        "vocab_size loss_chunk_tokens",
+        lambda value: value > 0,
+        "must be above 0",
+    ),
+    ("steps seed vocab_size", lambda value: abs(value) < 2**63, "is too large"),
+    ("threads", lambda value: value <= MOST_THREADS, f"at most {MOST_THREADS:,}"),
+    (
+        "sparse_fraction warmup_fraction decay_fraction",
+        lambda value: 0 <= value <= 1,
+        "must lie in 0..1",
+    ),
+    ("beta1 beta2", lambda value: 0 <= value < 1, "must lie in 0..1, below 1"),
+    (
+        "validation_every validation_tokens layer_metrics_every checkpoint_every keep_checkpoints "
+        "lora weight_decay final_weight_decay_fraction gradient_clip "
+        "final_learning_rate_fraction ce_weight logits_weight relations_weight",
+        lambda value: value >= 0,
+        "cannot be negative",
+    ),
 )
-_NOT_BELOW_0 = (
-    *("validation_every", "validation_tokens", "layer_metrics_every", "checkpoint_every"),
-    *("keep_checkpoints", "lora", "weight_decay", "final_weight_decay_fraction", "gradient_clip"),
-    *("final_learning_rate_fraction", "ce_weight", "logits_weight", "relations_weight"),
-)
-_FROM_0_TO_1 = ("sparse_fraction", "warmup_fraction", "decay_fraction")
-_BELOW_1 = ("beta1", "beta2")
-_OF_63_BITS = ("steps", "seed", "vocab_size")
+"""(fields, whether a value is in bounds, what is wrong otherwise)."""
 
-_NEEDS = (
-    *(("sub_norms", "init"), ("lora", "init")),
-    *((name, "teacher") for name in ("logit_cache", "temperature", "ce_weight", "logits_weight")),
-    *(("relations_weight", "teacher"), ("relations_layer", "relations_weight")),
-    *(("top_logits", "logit_cache"), ("logit_cache", "logits_weight")),
-    ("temperature", "logits_weight"),
-)
-"""(field, another): a value other than the first one's default has no effect without the second."""
+_NEEDS = {
+    "init": "sub_norms lora",
+    "teacher": "logit_cache temperature ce_weight logits_weight relations_weight",
+    "relations_weight": "relations_layer",
+    "logit_cache": "top_logits",
+    "logits_weight": "logit_cache temperature",
+}
+"""Field -> those fields that have no effect without it, unless they are at their defaults."""
 
 
 def _check(config: TrainConfig) -> None:
     """Raise `UserError` that names the field and says what it may be."""
     values: dict[str, Any] = vars(config)
     number = {int: numbers.Integral, float: numbers.Real}
-
-    def require(names: Iterable[str], holds: Callable[[Any], bool], reason: str) -> None:
-        for name in names:
+    for field in dataclasses.fields(config):
+        value, kinds = values[field.name], typing.get_args(field.type) or (field.type,)
+        if typing.get_origin(field.type) is Literal:
+            if value not in kinds:
+                raise UserError(f"{field.name}={value}: choose one of {kinds}")
+        elif not isinstance(value, tuple(number.get(each, each) for each in kinds)):
+            words = " or ".join(each.__name__ for each in kinds).replace("NoneType", "null")
+            raise UserError(f"{field.name}={value!r}: must be of type {words}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{field.name}={value}: must be a finite number")
+    for names, holds, reason in _BOUNDS:
+        for name in names.split():
             if (value := values[name]) is not None and not holds(value):
                 raise UserError(f"{name}={value}: {reason}")
-
-    for field in dataclasses.fields(config):
-        kinds = typing.get_args(field.type) or (field.type,)
-        if typing.get_origin(field.type) is Literal:
-            if values[field.name] not in kinds:
-                raise UserError(f"{field.name}={values[field.name]}: choose one of {kinds}")
-            continue
-        words = " or ".join(each.__name__ for each in kinds).replace("NoneType", "null")
-        types = tuple(number.get(each, each) for each in kinds)
-        if not isinstance(values[field.name], types):
-            raise UserError(f"{field.name}={values[field.name]!r}: must be of type {words}")
-        if isinstance(values[field.name], float) and not math.isfinite(values[field.name]):
-            raise UserError(f"{field.name}={values[field.name]}: must be a finite number")
-    require(_ABOVE_0, lambda value: value > 0, "must be above 0")
-    require(_OF_63_BITS, lambda value: abs(value) < 2**63, "is too large")
-    require(["threads"], lambda value: value <= MOST_THREADS, f"at most {MOST_THREADS:,}")
-    require(_FROM_0_TO_1, lambda value: 0 <= value <= 1, "must lie in 0..1")
-    require(_BELOW_1, lambda value: 0 <= value < 1, "must lie in 0..1, below 1")
-    require(_NOT_BELOW_0, lambda value: value >= 0, "cannot be negative")
-    for name, other in _NEEDS:
-        if values[name] != getattr(TrainConfig, name) and not values[other]:
-            raise UserError(
-                f"{name}={values[name]} does nothing without {other}: give "
-                f"--{other.replace('_', '-')}, or leave it out"
-            )
+    for other, names in _NEEDS.items():
+        for name in names.split():
+            if values[name] != getattr(TrainConfig, name) and not values[other]:
+                raise UserError(
+                    f"{name}={values[name]} does nothing without {other}: give "
+                    f"--{other.replace('_', '-')}, or leave it out"
+                )
     if not (config.ce_weight or config.logits_weight or config.relations_weight):
         raise UserError("ce_weight, logits_weight and relations_weight are 0: nothing is learnt")
     if config.logit_cache is not None and config.relations_weight:

@@ -29,7 +29,6 @@ T = TypeVar("T")
 EXIT_CODE = 75
 """Exit code of a process that lost another one: "temporary failure", the same command may continue."""
 
-_LONGEST_TIMEOUT = 366 * 86400.0
 _LONE_WORK = timedelta(days=1)
 """Longest work of one process while the others wait: exports, reading data, writing checkpoints."""
 
@@ -82,6 +81,21 @@ class World:
             result = function()
         except UserError as error:
             raised = error
+        return self._exchanged(result, raised, group)
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A `UserError` inside, of any process, is raised in all where the block ends."""
+        raised = None
+        try:
+            yield
+        except UserError as error:
+            raised = error
+        self._exchanged(None, raised)
+
+    def _exchanged(
+        self, result: Any, raised: UserError | None, group: "dist.ProcessGroup | None" = None
+    ) -> list[Any]:
         outcomes: list[Any] = [(result, raised and str(raised))] * self.size
         if self.control_group is not None:
             dist.all_gather_object(outcomes, outcomes[0], group=group or self.control_group)
@@ -89,21 +103,6 @@ class World:
             if message is not None:
                 raise raised if raised and rank == self.rank else ErrorElsewhere(message)
         return [result for result, _ in outcomes]
-
-    @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
-        """A `UserError` inside, of any process, is raised in all where the block ends."""
-        raised: list[UserError] = []
-        try:
-            yield
-        except UserError as error:
-            raised.append(error)
-
-        def again() -> None:
-            for error in raised:
-                raise error
-
-        self.each(again)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` in the first process alone; all get its result, or its `UserError`."""
@@ -127,28 +126,26 @@ def open_world(
 
     Raises `UserError` when `shard` does not divide their number, or not all of them come.
     """
-    if shard is not None and shard < 1:
-        raise UserError(f"shard={shard}: must be above 0")
-    if not 0 < timeout_seconds <= _LONGEST_TIMEOUT:
+    if not 0 < timeout_seconds <= 366 * 86400:
         raise UserError(f"timeout_seconds={timeout_seconds}: must be above 0, and a year at most")
     given = os.environ.get("WORLD_SIZE") or "1"
     size = int(given) if given.isdecimal() else 0
     if not size:
         raise UserError(f"WORLD_SIZE={given}: the number of processes, which torchrun sets")
-    shard = shard or size
-    if size % shard:
+    shard = size if shard is None else shard
+    if shard < 1 or size % shard:
         those = f"{size} processes" if size > 1 else "one process"
         raise UserError(f"shard={shard} does not divide the {those} of this run")
     if size == 1:
         yield World()
         return
     if device.type == "cuda":
-        local, gpus = os.environ.get("LOCAL_RANK") or "0", torch.cuda.device_count()
-        if not (local.isdecimal() and int(local) < gpus):
+        local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= gpus:
             raise UserError(
                 f"LOCAL_RANK={local}: this machine has {gpus} GPUs; start one process for each"
             )
-        torch.cuda.set_device(int(local))
+        torch.cuda.set_device(local)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
@@ -171,8 +168,10 @@ def open_world(
             control_group=dist.new_group(backend="gloo", timeout=_LONE_WORK),
             background_group=dist.new_group(backend="gloo", timeout=_LONE_WORK),
         )
-    except Exception as error:
-        if not is_communication_error(error):
+    except RuntimeError as error:
+        # Gloo's errors are plain ones.
+        words = ("gloo", "nccl", "connection", "timed out", "socket")
+        if not (isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)):
             raise
         raise ProcessLost(
             f"rank {rank}: another process of the run died or hangs ({reason_of(error)}); start the run "
@@ -180,12 +179,3 @@ def open_world(
         ) from error
     finally:
         dist.destroy_process_group()
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception of torch means that processes cannot reach each other."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    words = ("gloo", "nccl", "connection", "timed out", "socket")
-    return isinstance(error, RuntimeError) and any(word in text for word in words)

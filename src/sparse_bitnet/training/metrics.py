@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step, and the files and dashboards they go to.
+"""Metrics of a step, and the files they go to.
 
 `metrics.jsonl` holds what the seed determines, so two runs of one config write the same bytes;
 `timing.jsonl` holds what the machine determines.
 """
 
 import contextlib
-import dataclasses
-import importlib.util
 import json
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_bitnet.errors import UserError, install, os_errors_as
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.layer import SparseBitLinear
-from sparse_bitnet.training.config import TrainConfig
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
@@ -75,19 +71,18 @@ def selection_metrics(
 class JsonLines:
     """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening.
 
-    `at_end`: of `after_step` the row of its training alone, as what follows the last one is done again;
-    so is what comes before the first.
+    Step 0 is done again by a run that starts there, and so is what follows the last training step:
+    with `at_end`, only the training's own row of `after_step` stays.
     """
 
     def __init__(self, path: Path, after_step: int, *, at_end: bool = False) -> None:
         bound = after_step - (at_end or not after_step)
-        text = "".join(
+        kept = "".join(
             line
             for line, row in _rows(path)
             if row["step"] <= bound or (row["step"] == after_step and "loss" in row)
         )
-        if path.exists() and path.read_bytes() != text.encode():
-            write_atomic(path, text)
+        write_atomic(path, kept)
         with os_errors_as(f"cannot write {path}"):
             self._file = open(path, "a", encoding="utf-8")
 
@@ -128,58 +123,26 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _rows(path)]
 
 
-def check_dashboards(config: TrainConfig) -> None:
-    """Raise `UserError` for a dashboard whose package is not installed."""
-    for package in ("tensorboard", "wandb"):
-        if getattr(config, package) and importlib.util.find_spec(package) is None:
-            raise UserError(f"--{package}: the package is not installed: {install(package)}")
+class TensorBoard:
+    """Writes the numbers of every row as TensorBoard events."""
 
+    def __init__(self, folder: Path, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-class Dashboards:
-    """Scalars of every row as TensorBoard events and to Weights & Biases, where the config says so.
-
-    W&B has one run for each run folder, wherever that is moved.
-    """
-
-    def __init__(self, config: TrainConfig, run: Path, after_step: int) -> None:
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            first = after_step + bool(after_step)
-            self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=first)
-        if config.wandb:
-            import wandb
-
-            kept = run / "wandb_id"
-            if not kept.is_file():
-                write_atomic(kept, uuid.uuid4().hex)
-            self._wandb = wandb.init(
-                name=run.resolve().name,
-                id=kept.read_text(),
-                resume="allow",
-                config=dataclasses.asdict(config),
-            )
+        first = after_step + bool(after_step)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first)
 
     def write(self, row: dict[str, Any]) -> None:
         """Log the numbers of a row under its step."""
         by_layer = row.get("flip_rate_by_layer", {})
         named = row | {f"flip_rate/{name}": value for name, value in by_layer.items()}
-        numbers = {
-            k: float(v) for k, v in named.items() if k != "step" and isinstance(v, int | float)
-        }
-        for name, value in numbers.items() if self._tensorboard else ():
-            self._tensorboard.add_scalar(name, value, row["step"])
-        if self._wandb:
-            self._wandb.log(numbers, step=row["step"])
+        for name, value in named.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, float(value), row["step"])
 
     def close(self) -> None:
-        """Send what is still held."""
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
+        """Write what is still held."""
+        self._writer.close()
 
 
 def describe(row: dict[str, Any]) -> str:

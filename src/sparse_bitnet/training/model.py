@@ -33,16 +33,10 @@ def initial_model(
     *,
     meta: bool = False,
 ) -> "PreTrainedModel":
-    """A preset with random weights, or `config.init`, converted to `format`.
+    """A preset with random weights, or `config.init`, converted to `format`; with `meta` without values.
 
-    Args:
-        config: of the run.
-        format: of its sparse layers.
-        dataset: the training data: its tokens need rows of the embedding, its windows positions.
-        tokenizer: of the data, whose special tokens the model's config names.
-        meta: without values, on the meta device.
-
-    Raises `UserError` for a model that the data does not fit.
+    Its config names the special tokens of the data's tokenizer. Raises `UserError` for a model that the
+    data does not fit: too few rows of the embedding, or positions.
     """
     preset = PRESETS.get(config.model) if config.init is None else None
     own = None if preset is None or preset.published else dataset.vocab_size
@@ -135,18 +129,14 @@ def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.opti
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
         if module
     }
-    decayed: list[torch.nn.Parameter] = []
-    plain: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": config.weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         matrix = parameter.dim() >= 2
         decays = matrix and (config.decay_embeddings or id(parameter) not in embeddings)
-        (decayed if decays else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+        groups[not decays]["params"].append(parameter)
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True

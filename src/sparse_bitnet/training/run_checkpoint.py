@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.checkpoint.consolidate import MOMENTS, first_reason, read_tensors
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, sync_tree
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.ops.mask_words import word_dtype
@@ -102,12 +102,7 @@ class RunCheckpoints:
         Raises `UserError` when checkpoints are there but none is intact, or of other data or another
         model.
         """
-
-        def listing() -> list[SavedStep]:
-            with os_errors_as(f"cannot read {self.run}"):
-                return saved_steps.list_checkpoints(self.run)
-
-        listed = self.world.on_main(listing)
+        listed = self.world.on_main(lambda: saved_steps.list_checkpoints(self.run))
         for number, checkpoint in reversed(list(enumerate(listed))):
             # Each process reads its share of the files.
             parts = self.world.each(
@@ -193,24 +188,23 @@ class RunCheckpoints:
             def named() -> T:
                 try:
                     return function()
-                except OSError as error:
-                    reason, rank = error.strerror or str(error), self.world.rank
-                except CheckpointException as error:  # all processes get the same
-                    reason, rank = first_reason(error), next(iter(error.failures), self.world.rank)
-                where = f" (rank {rank})" if self.world.size > 1 else ""
-                raise UserError(f"cannot write {path}: {reason}{where}")
+                except (OSError, CheckpointException) as error:
+                    reason = getattr(error, "strerror", None) or first_reason(error)
+                    # All processes get the same CheckpointException.
+                    rank = next(iter(getattr(error, "failures", ())), self.world.rank)
+                    where = f" (rank {rank})" if self.world.size > 1 else ""
+                    raise UserError(f"cannot write {path}: {reason}{where}") from error
 
             return self.world.each(named, self.world.background_group)
 
         def own_checksums() -> dict[str, str]:
             own = [*(temporary / FOLDER).glob(f"__{self.world.rank}_*")]
             if self.world.is_main:
-                described = temporary / MODEL_FOLDER
-                described.mkdir()
-                for name, text in self.files.items():
-                    (described / name).write_text(text, encoding="utf-8")
-                (temporary / "train_config.json").write_text(self.config.to_json(), "utf-8")
-                own += [*(temporary / FOLDER).glob(".metadata"), *described.iterdir()]
+                (temporary / MODEL_FOLDER).mkdir()
+                files = {f"{MODEL_FOLDER}/{name}": text for name, text in self.files.items()}
+                for name, text in {**files, "train_config.json": self.config.to_json()}.items():
+                    (temporary / name).write_text(text, encoding="utf-8")
+                own += [temporary / name for name in (*files, f"{FOLDER}/.metadata")]
             return saved_steps.checksums(temporary, own)
 
         def publish() -> None:

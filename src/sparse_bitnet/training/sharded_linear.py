@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SparseBitLinear whose weight is split by rows over processes, and what travels between them.
 
-PyTorch's `fully_shard` gathers a block's parameters before its forward and backward and scatters the
-gradients. Through its all-gather extension (a tensor subclass with `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`) a ternary layer sends its packed codes instead of its weights, 2 bits each,
-and a full-precision one its masked weights in the compute type, as does one whose quantiser has
-several scales a matrix or whose schedule blends. Groups of the N:M pattern lie along rows and rows
-stay whole, so mask and codes are computed where the master rows are; only the ternary scale needs all
-shards. `selected_shards` computes it for all layers with one sum per step.
+Through the all-gather extension of PyTorch's `fully_shard` (a tensor subclass with
+`fsdp_pre_all_gather` and `fsdp_post_all_gather`) a ternary layer sends its packed codes instead of its
+weights, 2 bits each, and a full-precision one its masked weights in the compute type, as does one whose
+quantiser has several scales a matrix or whose schedule blends. Groups of the N:M pattern lie along rows
+and rows stay whole, so mask and codes are computed where the master rows are; only the ternary scale
+needs all shards. `selected_shards` computes it for all layers with one sum per step.
 
 The gathered parameter has no values: autograd needs its shape and type alone, since the straight-through
 products read the codes and return the gradient of the effective weight.
@@ -68,8 +67,6 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
         """The own rows, and the scale of all."""
-        plain = self.config.weight == "ternary" and self.config.is_plain
-        assert not plain or self.shared_scale is not None
         return self.rows, self.shared_scale
 
     def _matrix(self) -> Matrix:
@@ -93,10 +90,11 @@ class ShardedSparseBitLinear(SparseBitLinear):
     def select_(self) -> None:
         super().select_()
         codes, scale = self.selection.codes, self.selection.weight_scale
+        self.packed = None
         # Without one scale, or in a run that blends at times, effective weights travel throughout.
-        blends = self.config.variant("schedule").entry.blends
-        sends_codes = codes is not None and scale is not None and scale.dim() == 0 and not blends
-        self.packed = pack_codes(cast(Tensor, codes)) if sends_codes else None
+        if codes is not None and scale is not None and scale.dim() == 0:
+            blends = self.config.variant("schedule").entry.blends
+            self.packed = None if blends else pack_codes(codes)
 
     def release_(self) -> None:
         super().release_()
@@ -114,16 +112,15 @@ class ShardedSparseBitLinear(SparseBitLinear):
         return self.state.current
 
     def forward(self, input: Tensor) -> Tensor:
-        gathered, scale = self.gathered, self.selection.weight_scale
-        assert gathered is not None, "forward before a gather"
-        x = self._taken(input)
-        if self.packed is None:
+        value, scale = self.gathered, self.selection.weight_scale
+        assert value is not None, "forward before a gather"
+        x, gathered = self._taken(input), value
+        if self.packed is None or self.config.activation == "none":
+            if self.packed is not None:
+                value = (unpack_codes(gathered, self.in_features) * scale).to(self.weight.dtype)
             x = self.inputs.fake_quantize(x, self.selection.blend)
-            return F.linear(x, straight_through(self.weight, gathered), self.bias)
-        assert scale is not None
-        if self.config.activation == "none":
-            value = (unpack_codes(gathered, self.in_features) * scale).to(self.weight.dtype)
             return F.linear(x, straight_through(self.weight, value), self.bias)
+        assert scale is not None
         return ternary_int8_linear(
             x,
             self.weight,
@@ -144,8 +141,8 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
         The mask is the same for all processes and micro-batches, so it can be applied to their sum.
         """
-        kept = self._gradient_mask(self.selection, self.rows)
-        if kept is not None and (gradient := self._own_gradient()) is not None:
+        kept, gradient = self._gradient_mask(self.selection, self.rows), self._own_gradient()
+        if kept is not None and gradient is not None:
             gradient.mul_(kept)
 
     def bytes_to_send(self) -> Tensor:

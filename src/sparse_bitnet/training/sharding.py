@@ -48,13 +48,9 @@ def place_(
     stay so until `reshard_` or a backward that ends a step: 2 bits a weight are cheaper to hold than to
     gather again.
 
-    Args:
-        loss: of a model on the CPU in a world of one, else on the meta device.
-        world: all its processes call this.
-        device: to compute on.
-        compute_dtype: in which full-precision weights are sent and multiplied.
-        reduce_dtype: in which gradients are summed; default their own.
-        whole: the model with its values, on the CPU of the first process; None in the others.
+    In a world of one the model is on the CPU, else on the meta device; its values are then those of
+    `whole`, on the CPU of the first process. Full-precision weights are sent and multiplied in
+    `compute_dtype`, gradients summed in `reduce_dtype`, by default their own.
     """
     if world.mesh is None:
         loss.to(device)
@@ -68,12 +64,8 @@ def place_(
     for block in blocks_of(model):
         block.to_empty(device=device)
         prepare_linears_(block, compute_dtype)
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=not _is_ternary(block),
-        )
+        reshards = not _is_ternary(block)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     for module in model.modules():
         if any(one.is_meta for one in [*module.parameters(False), *module.buffers(False)]):
             module.to_empty(device=device, recurse=False)
@@ -87,10 +79,8 @@ def _fill_(
     model: torch.nn.Module, world: World, device: torch.device, whole: torch.nn.Module | None
 ) -> None:
     """The values of a whole model in the first process to the parts of it in all, one at a time."""
-    given = (
-        {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    )
-    for name, part in (*model.named_parameters(), *model.named_buffers()):
+    given = {} if whole is None else _tensors(whole)
+    for name, part in _tensors(model).items():
         value = torch.empty(part.shape, dtype=part.dtype, device=device)
         if given:
             value.copy_(given[name])
@@ -100,6 +90,11 @@ def _fill_(
         else:
             torch.distributed.broadcast(value, 0)
             part.copy_(value)
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def gather_once_(loss: torch.nn.Module, last: bool) -> None:
@@ -125,9 +120,8 @@ def _is_ternary(module: torch.nn.Module) -> bool:
 def reshard_(loss: torch.nn.Module) -> None:
     """Let go of gathered parameters: a forward without a backward leaves the root's in place."""
     for module in loss.modules():
-        reshard: Any = getattr(module, "reshard", None)
-        if reshard is not None:
-            reshard()
+        if hasattr(module, "reshard"):
+            cast(Any, module).reshard()
 
 
 def whole_model(
@@ -135,25 +129,19 @@ def whole_model(
 ) -> "PreTrainedModel | None":
     """The model in one piece, in the first process; the others get None.
 
-    Args:
-        model: split or not; one that is not is returned itself.
-        world: all its processes call this; parameters are gathered one after another.
-        build: makes the model that is filled, on the CPU.
+    A model that is not split is returned itself. `build` makes the one that is filled, on the CPU, with
+    one parameter after another.
     """
     if world.mesh is None:
         return model
     with world.agreed():
         built = build() if world.is_main else None
-    plain = {} if built is None else dict(built.named_parameters())
-    for name, parameter in model.named_parameters():
-        whole = split_like(local_rows(parameter), parameter).full_tensor()
+    values = {} if built is None else _tensors(built)
+    for name, part in _tensors(model).items():
+        whole = split_like(local_rows(part), part)
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         if built is not None:
-            plain[name].detach().copy_(whole)
-    layers = sparse_layers(model)
-    for name, layer in ({} if built is None else sparse_layers(built)).items():
-        norm = layers[name].input_norm
-        if layer.input_norm is not None and norm is not None:
-            layer.input_norm.copy_(norm)
+            values[name].detach().copy_(whole)
     return built
 
 
@@ -164,11 +152,5 @@ def split_like(rows: torch.Tensor, parameter: torch.Tensor) -> Any:
         return rows
     shape = torch.Size((parameter.shape[0], *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        rows,
-        parameter.device_mesh,
-        cast(Any, parameter).placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
+    mesh, placements = parameter.device_mesh, cast(Any, parameter).placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -6,11 +6,13 @@ of them.
 from the newest checkpoint and goes through the steps. Read from top to bottom.
 """
 
+import importlib.util
 import json
 import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -27,7 +29,8 @@ from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
 from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, install
+from sparse_bitnet.files import write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.progress import say
@@ -41,22 +44,20 @@ from sparse_bitnet.training.device import (
     prepare_device,
     resolve_device,
 )
-from sparse_bitnet.training.distillation import DistillationLoss
+from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, find_teacher
 from sparse_bitnet.training.distributed import World, open_world
-from sparse_bitnet.training.loss import SummedLoss
+from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
 from sparse_bitnet.training.run_checkpoint import RunCheckpoints, model_files
 from sparse_bitnet.training.run_folder import (
+    RESULT,
     Interrupted,
     RunResult,
-    begin,
     check_run,
     run_lock,
     stop_signals,
 )
 from sparse_bitnet.training.sharded_linear import selected_shards, sharded
-from sparse_bitnet.training.teacher import LogitCache, find_teacher
-from sparse_bitnet.training.validation import held_out_windows, validation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,8 +65,6 @@ if TYPE_CHECKING:
 __all__ = ["Interrupted", "OnStep", "RunResult", "Trainer", "train"]
 
 OnStep = Callable[[dict[str, Any]], None]
-_OF_RESULT = {"loss", "tokens", "sparse", "flip_rate", "zero_fraction"}
-"""Keys that a result takes from the row of the last step."""
 
 
 def train(
@@ -77,8 +76,7 @@ def train(
 ) -> RunResult:
     """Train, or continue, the run in `config.out` to its last step; a finished run returns at once.
 
-    Under torchrun all processes call it with the same config; they share one run. A finished run is
-    prolonged by a config of more steps: its schedules are then those of all steps together.
+    Under torchrun all processes call it with the same config; they share one run.
 
     Args:
         config: the run. A folder that holds a run must hold one of the same config.
@@ -109,7 +107,8 @@ def _take_folder(
     run, data = Path(config.out), _identity(text, held_out)
     if (finished := check_run(run, config, data)) is not None:
         return finished
-    metrics.check_dashboards(config)
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(f"--tensorboard: the package is not installed: {install('tensorboard')}")
     for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
         stored = find_checkpoint(name)
         if not text.check_tokenizer(stored.folder, name):
@@ -119,10 +118,8 @@ def _take_folder(
             if before != schedule.format_of(config):
                 say(f"{name} is {before}: the run converts it to {config.format} (--format)")
     held.enter_context(run_lock(run))
-    # Another process may have trained here before this one held the folder.
-    if (finished := check_run(run, config, data)) is None:
-        clean_run(run)
-    return finished
+    clean_run(run)
+    return None
 
 
 def _identity(text: TokenDataset, held_out: Windows) -> dict[str, Any]:
@@ -198,16 +195,17 @@ class Trainer:
         if (cache := self.cache) is not None:
             batch = config.micro_batch_size or config.batch_size
             world.on_main(lambda: cache.fill(self.dtype, self.device, batch))
-        world.on_main(lambda: begin(self.run, config))
+        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         self.sinks: list[Any] = []
         self.timing: list[metrics.JsonLines] = []
         if world.is_main:
             at_end = self.start == config.steps
             self.timing.append(metrics.JsonLines(self.run / metrics.TIMING_FILE, self.start))
-            self.sinks = [
-                metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start, at_end=at_end),
-                metrics.Dashboards(config, self.run, self.start),
-            ]
+            self.sinks.append(
+                metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start, at_end=at_end)
+            )
+            if config.tensorboard:
+                self.sinks.append(metrics.TensorBoard(self.run / "tensorboard", self.start))
 
     def _check_learnt(self) -> None:
         """Say what conversations do not teach. Raises `UserError` when no step learns anything."""
@@ -376,8 +374,8 @@ class Trainer:
     def _last_row(self) -> dict[str, Any]:
         """Return the last step's row of a run killed between that step and its result."""
         path = self.run / metrics.METRICS_FILE
-        for row in reversed(metrics.read_rows(path)):
-            if row["step"] == self.config.steps and row.keys() >= _OF_RESULT:
+        for row in metrics.read_rows(path):
+            if row["step"] == self.config.steps and "loss" in row:
                 return row
         raise UserError(
             f"{path} lacks the row of step {self.config.steps}: bring the file back, or remove "
@@ -429,5 +427,5 @@ class Trainer:
             data=self.data,
         )
         if self.world.is_main:
-            result.write(self.run)
+            write_atomic(self.run / RESULT, json.dumps(asdict(result), indent=2) + "\n")
         return result
