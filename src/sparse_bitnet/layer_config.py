@@ -28,9 +28,10 @@ REGISTERED = {
 }
 """Fields that name what is registered (`variants.registry`), with the paper's choice."""
 
-_IN_TEXT = ("activation", *CHOICES, "score", "quantizer", "schedule")
-
-OPTIONS = (*(name for name in _IN_TEXT if name != "weight"), "dense_layers")
+OPTIONS = (
+    *("activation", "mask_source", "scale_source", "mask_gradient", "ste"),
+    *("score", "quantizer", "schedule", "dense_layers"),
+)
 """Fields that the text form may set after the pattern."""
 
 
@@ -94,23 +95,24 @@ class SparseBitConfig:
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
+        needs: list[tuple[str, str]] = []
         if self.weight == "full":
-            for field in ("mask_source", "scale_source", "ste", "quantizer"):
-                if getattr(self, field) != _PAPER[field]:
-                    raise UserError(f"{field}={getattr(self, field)} needs weight=ternary")
+            of_codes = ("mask_source", "scale_source", "ste", "quantizer")
+            needs += [(field, "weight=ternary") for field in of_codes]
         if self.pattern.is_dense:
-            for field in ("mask_source", "scale_source", "mask_gradient", "score"):
-                if getattr(self, field) != _PAPER[field]:
-                    raise UserError(
-                        f"{field}={getattr(self, field)} needs a mask, but {self.pattern} keeps all"
-                    )
-        blends = self.variant("schedule").entry.blends
-        if self.mask_source == "ternary" and (blends or not self.is_plain):
+            of_masks = ("mask_source", "scale_source", "mask_gradient", "score")
+            needs += [(field, f"a mask, but {self.pattern} keeps all") for field in of_masks]
+        for field, wanted in needs:
+            if getattr(self, field) != getattr(SparseBitConfig, field):
+                raise UserError(f"{field}={getattr(self, field)} needs {wanted}")
+        if self.mask_source != "ternary":
+            return
+        if not self.is_plain or self.variant("schedule").entry.blends:
             raise UserError(
                 "mask_source=ternary ranks the codes of absmean: it takes no score, quantizer or "
                 "blending schedule"
             )
-        if self.mask_source == "ternary" and self.scale_source == "masked":
+        if self.scale_source == "masked":
             raise UserError(
                 "mask_source=ternary needs the scale before the mask, scale_source=masked the mask "
                 "before the scale: set at most one of them"
@@ -141,8 +143,7 @@ class SparseBitConfig:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text form: "ternary-6:8", "full-2:4", "ternary-6:8,mask_gradient=masked",
-        "ternary-6:8,dense_layers=down_proj+layers.0.*".
+        """Read the text form, for example "full-2:4" or "ternary-6:8,dense_layers=down_proj+layers.0.*".
 
         Raises `UserError` naming the part that cannot be read.
         """
@@ -156,9 +157,8 @@ class SparseBitConfig:
         for option in options:
             field, equals, value = option.strip().partition("=")
             if not equals or field not in OPTIONS:
-                known = ", ".join(OPTIONS)
                 raise UserError(
-                    f"format {text!r}: {option!r} is not field=value with one of {known}"
+                    f"format {text!r}: {option!r} is not field=value with one of {', '.join(OPTIONS)}"
                 )
             if field in fields:
                 raise UserError(f"format {text!r}: {field} is given twice; leave one out")
@@ -166,26 +166,21 @@ class SparseBitConfig:
         return cls(**fields)
 
     def __str__(self) -> str:
-        parts = [f"{self.weight}-{self.pattern}"]
-        default = SparseBitConfig(weight=self.weight, pattern=self.pattern)
-        for field in _IN_TEXT:
-            if getattr(self, field) != getattr(default, field):
-                parts.append(f"{field}={getattr(self, field)}")
-        if self.dense_layers:
-            parts.append(f"dense_layers={'+'.join(self.dense_layers)}")
-        return ",".join(parts)
+        own, default = self._texts(), type(self)(weight=self.weight, pattern=self.pattern)._texts()
+        options = [f"{name}={own[name]}" for name in OPTIONS if own[name] != default[name]]
+        return ",".join([f"{self.weight}-{self.pattern}", *options])
+
+    def _texts(self) -> dict[str, str]:
+        texts = {name: str(value) for name, value in vars(self).items()}
+        return texts | {"dense_layers": "+".join(self.dense_layers)}
 
     def to_dict(self) -> dict[str, str]:
         """Fields as strings, for JSON; `from_dict` reads them back.
 
-        Those of `_ADDED_LATER` only where they are set. What was registered outside of the package is
-        there with its module, as `registered_by`.
+        Fields of `_LEFT_OUT` are there only where they have another value. What was registered outside
+        of the package is there with its module, as `registered_by`.
         """
-        values = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        values["dense_layers"] = "+".join(self.dense_layers)
-        for name, default in _ADDED_LATER.items():
-            if values[name] == default:
-                del values[name]
+        values = {k: text for k, text in self._texts().items() if _LEFT_OUT.get(k) != text}
         used = {kind: self.variant(kind) for kind in REGISTERED}
         foreign = [f"{kind}={each.entry.module}" for kind, each in used.items() if each.is_foreign]
         return values | ({"registered_by": "+".join(foreign)} if foreign else {})
@@ -201,7 +196,7 @@ class SparseBitConfig:
             raise UserError(f"sparse_bitnet config {values!r} is not a table of fields")
         fields = {name: value for name, value in values.items() if name != "registered_by"}
         names = {field.name for field in dataclasses.fields(cls)}
-        if missing := sorted(names - _ADDED_LATER.keys() - fields.keys()):
+        if missing := sorted(names - _LEFT_OUT.keys() - fields.keys()):
             raise UserError(f"sparse_bitnet config lacks {', '.join(missing)}")
         if unknown := sorted(fields.keys() - names):
             raise UserError(f"sparse_bitnet config has unknown {', '.join(unknown)}")
@@ -212,10 +207,8 @@ class SparseBitConfig:
         return cls(**fields)
 
 
-_ADDED_LATER = {"dense_layers": ""} | {k: v for k, v in REGISTERED.items() if k != "activation"}
-"""Fields that a stored config may lack, with what they then are."""
-
-_PAPER = {field: values[0] for field, values in CHOICES.items()} | REGISTERED
+_LEFT_OUT = {"dense_layers": ""} | {k: v for k, v in REGISTERED.items() if k != "activation"}
+"""Fields that `to_dict` leaves out where they have these values."""
 
 
 @dataclass(kw_only=True)

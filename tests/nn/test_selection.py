@@ -89,12 +89,12 @@ class TestSelection:
             layer.select_()
             assert layer.mask_flips == layer.weight.numel() // 4
 
-    def test_a_selection_moves_with_its_layer(self) -> None:
+    def test_a_layer_that_moves_selects_again(self) -> None:
         layer = make_layer("ternary-6:8")
         layer.select_()
         layer.to("meta")
-        assert all(part.is_meta for part in layer.state.current if part is not None)
-        assert layer.state.mask_words.is_meta
+        assert not layer.is_selected
+        assert layer.mask is None
 
     def test_inference_mode(self) -> None:
         with torch.inference_mode():

@@ -59,8 +59,8 @@ def small_run(prepared: Path, tmp_path: Path) -> Any:
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """Worlds of processes that import nothing anew."""
-    with Worlds() as found:
-        yield found
+    with Worlds() as started:
+        yield started
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def inkling():
 )
 def test_logits_and_gradients_are_those_of_eager_attention(family, length):
     tokens = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(length))
-    found = {}
+    results = {}
     for name in ("eager", NAME):
         torch.manual_seed(0)
         model = family()
@@ -64,7 +64,7 @@ def test_logits_and_gradients_are_those_of_eager_attention(family, length):
         logits = model(input_ids=tokens, use_cache=False).logits
         logits.square().mean().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        found[name] = [logits.detach(), *gradients]
-    assert len(found[NAME]) == len(found["eager"]) > 10
-    for own, wanted in zip(found[NAME], found["eager"], strict=True):
+        results[name] = [logits.detach(), *gradients]
+    assert len(results[NAME]) == len(results["eager"]) > 10
+    for own, wanted in zip(results[NAME], results["eager"], strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)

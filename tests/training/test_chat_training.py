@@ -175,15 +175,15 @@ def test_a_step_without_anything_to_learn_has_no_loss(
     result = train(config, on_step=seen.append)
     named = f"{len(empty)} of {len(windows)} train windows of 60 tokens hold nothing to learn"
     assert named in capsys.readouterr().err
-    found = losses(config)
-    assert found.count(None) == len(empty)
-    assert 0.0 not in found
-    assert result.training_loss == found[-1]
+    curve = losses(config)
+    assert curve.count(None) == len(empty)
+    assert 0.0 not in curve
+    assert result.training_loss == curve[-1]
     assert sum(describe(row).startswith("loss - ") for row in seen) == len(empty)
-    first = found.index(None) + 1
+    first = curve.index(None) + 1
     stopped_after(again := replace(config, out=config.out + "-again"), first)
     train(again)
-    assert losses(again) == found
+    assert losses(again) == curve
 
 
 def test_a_run_without_anything_to_learn_is_refused(
@@ -259,16 +259,16 @@ def test_evaluate_scores_answers_as_training_does(
     pack_checkpoint(Path(config.out) / "final", tmp_path / "packed", format="i2")
     for length in (64, 7):
         options = ["--data", str(rows), "--chat", "--context-length", str(length)]
-        found = []
+        reports = []
         for model, engine in (
             (config.out, ["--engine", "transformers", "--precision", "float32"]),
             (tmp_path / "packed", ["--engine", "cpu"]),
         ):
             out = tmp_path / f"{engine[1]}-{length}.json"
             evaluate([str(model), *options, *engine, "--json", str(out)])
-            found.append(json.loads(out.read_text()))
-            assert found[-1]["tokens"] == learnt
-        assert found[1]["mean_nll"] == pytest.approx(found[0]["mean_nll"], rel=1e-3)
+            reports.append(json.loads(out.read_text()))
+            assert reports[-1]["tokens"] == learnt
+        assert reports[1]["mean_nll"] == pytest.approx(reports[0]["mean_nll"], rel=1e-3)
     rows.write_text('{"messages": []}')
     with pytest.raises(UserError, match="no message of the assistant"):
         evaluation(config.out, rows, chat=True)

@@ -15,7 +15,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
-from sparse_bitnet.training import run_checkpoint
+from sparse_bitnet.training import run_folder
 from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.trainer import train
 
@@ -81,7 +81,7 @@ def test_other_data_is_refused(small_run, prepared, tmp_path):
     assert (Path(config.out) / "config.json").read_text() == before
 
 
-@pytest.mark.parametrize("place", [(run_checkpoint, "sync_tree"), (Path, "write_text")])
+@pytest.mark.parametrize("place", [(run_folder, "sync_tree"), (Path, "write_text")])
 def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeypatch, place):
     config = small_run(checkpoint_every=2)
     interrupted(config, 2)
@@ -132,13 +132,13 @@ def of_all(entries, **changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: setattr(found, "planner_data", Planted()), "mkdir, which no checkpoint"),
-        (lambda found: setattr(found, "planner_data", BytesStorageMetadata()), "no checkpoint"),
-        (lambda found: setattr(found, "storage_data", 3), ".metadata is damaged"),
-        (lambda found: b"\x80\x02Nr\xff\xff\xff\x03.", "an index beyond its end"),
-        (lambda found: of_all(found.storage_data, relative_path="../0"), "not in its folder"),
+        (lambda of: setattr(of, "planner_data", Planted()), "mkdir, which no checkpoint"),
+        (lambda of: setattr(of, "planner_data", BytesStorageMetadata()), "no checkpoint"),
+        (lambda of: setattr(of, "storage_data", 3), ".metadata is damaged"),
+        (lambda of: b"\x80\x02Nr\xff\xff\xff\x03.", "an index beyond its end"),
+        (lambda of: of_all(of.storage_data, relative_path="../0"), "not in its folder"),
         (
-            lambda found: of_all(found.state_dict_metadata, size=torch.Size([1 << 40, 9])),
+            lambda of: of_all(of.state_dict_metadata, size=torch.Size([1 << 40, 9])),
             "its tensors have",
         ),
     ],
@@ -150,9 +150,9 @@ def test_metadata_of_shards_runs_no_code_and_is_checked(
     config = small_run()
     path = interrupted(config, 3)
     metadata, state = path / "sharded" / ".metadata", path / "state.json"
-    found = pickle.loads(metadata.read_bytes())
+    described = pickle.loads(metadata.read_bytes())
     before = f"{file_crc32(metadata):08x}"
-    metadata.write_bytes(change(found) or pickle.dumps(found))
+    metadata.write_bytes(change(described) or pickle.dumps(described))
     state.write_text(state.read_text().replace(before, f"{file_crc32(metadata):08x}"))
     with pytest.raises(UserError, match=f"cannot be read .*{message}"):
         resolve_checkpoint(config.out)

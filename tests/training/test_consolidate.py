@@ -35,8 +35,8 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_
         assert one[0] == other[0]
         torch.testing.assert_close(one[1], other[1], rtol=1e-3, atol=1e-4)
     assert trained_context_length(str(whole)) == several.sequence_length
-    found = evaluate(run, several.data, max_tokens=200)
-    assert 1 < found.perplexity < 400
+    scored = evaluate(run, several.data, max_tokens=200)
+    assert 1 < scored.perplexity < 400
     # Whoever asks for another checkpoint gets that one, and only that is kept.
     assert Path(resolve_checkpoint(older.path)).name == older.path.name
     assert not whole.exists()

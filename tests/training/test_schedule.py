@@ -66,5 +66,5 @@ def test_weight_decay_goes_to_its_end_in_a_straight_line():
     steps = range(1, 12)
     assert {weight_decay_factor(TrainConfig(steps=11), step) for step in steps} == {1.0}
     falling = TrainConfig(steps=11, final_weight_decay_fraction=0.0)
-    found = [weight_decay_factor(falling, step) for step in steps]
-    assert found == pytest.approx([1 - k / 10 for k in range(11)])
+    factors = [weight_decay_factor(falling, step) for step in steps]
+    assert factors == pytest.approx([1 - k / 10 for k in range(11)])

@@ -40,15 +40,15 @@ def test_a_sharded_block_is_one_graph_for_all_steps(text: str, mesh: DeviceMesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         ids = torch.arange(32).view(2, 16) * 5 % 96
-        found = []
+        curve = []
         for _ in range(3):
             with selected_shards(sparse_layers(model).values(), lambda parts: parts):
                 loss = model(input_ids=ids, labels=ids).loss
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            curve.append(loss.item())
+        return curve
 
     counter = CompileCounterWithBackend("aot_eager")
     assert losses(counter) == losses(None)

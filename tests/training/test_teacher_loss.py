@@ -71,15 +71,15 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
         temperature=3.0, ce_weight=0.3, logits_weight=0.7, relations_weight=2.0, loss_chunk_tokens=7
     )
     student = tiny_model("llama", seed=5, vocab_size=rows).train()
-    found = Teacher(teacher, torch.float32, CPU, both)
+    loaded = Teacher(teacher, torch.float32, CPU, both)
     ids, labels = ids_and_labels(both)
-    loss = DistillationLoss(student, config, found)(ids, labels)
+    loss = DistillationLoss(student, config, loaded)(ids, labels)
     loss.backward()
     gradients = [p.grad.clone() for p in student.parameters()]
     student.zero_grad()
 
     states: dict[str, list[torch.Tensor]] = {}
-    for model in (student, found.model):
+    for model in (student, loaded.model):
         for name in ("q_proj", "k_proj", "v_proj"):
             module = model.model.layers[-1].self_attn.get_submodule(name)
             module.register_forward_hook(
@@ -87,7 +87,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
             )
     scored = (labels >= 0).flatten()
     logits = student(ids).logits.flatten(0, 1)[scored]
-    wanted = found.model(ids).logits.flatten(0, 1)[scored]
+    wanted = loaded.model(ids).logits.flatten(0, 1)[scored]
     ce = F.cross_entropy(logits, labels.flatten()[scored], reduction="sum")
     mine, theirs = (logits[:, :both] / 3).log_softmax(-1), (wanted[:, :both] / 3).softmax(-1)
     kl = F.kl_div(mine, theirs, reduction="sum")
@@ -105,7 +105,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
     assert relation_loss(states["q_proj"][1], states["q_proj"][1], 2).abs() < 1e-6
 
     student.eval()
-    plain = DistillationLoss(student, config, found)(ids, labels)
+    plain = DistillationLoss(student, config, loaded)(ids, labels)
     torch.testing.assert_close(plain, ce.detach().double(), rtol=1e-5, atol=1e-5)
 
 

@@ -37,12 +37,12 @@ def test_all_linear_layers_but_the_head_compute_what_ours_do(example):
     theirs = model.layers["0"].feed_forward.w1
     ours = SparseBitLinear.from_linear(theirs, SparseBitConfig.parse("ternary-2:4"), "ours")
     x = torch.randn(3, theirs.in_features)
-    found = []
+    results = []
     for layer in (ours, theirs):
         y = layer(x)
         (gradient,) = torch.autograd.grad(y.square().sum(), layer.weight)
-        found.append((y, gradient))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        results.append((y, gradient))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_what_cannot_be_is_refused(example):

@@ -13,9 +13,8 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.distributed import open_world
+from sparse_bitnet.training.distributed import check_splits, open_world
 from sparse_bitnet.training.metrics import read_rows
-from sparse_bitnet.training.sharding import check_splits
 from sparse_bitnet.training.trainer import train
 from world_processes import Worlds
 
@@ -158,7 +157,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(worlds, run_config):
         assert list_checkpoints(Path(parts.out))[-1].step == stop
     finish(worlds, parts, size=3)
     assert_same_curves(whole, parts)
-    assert [found.step for found in list_checkpoints(Path(parts.out))] == [7, 8]
+    assert [saved.step for saved in list_checkpoints(Path(parts.out))] == [7, 8]
 
 
 def test_a_killed_process_ends_the_run_which_continues(worlds, run_config):
@@ -189,7 +188,7 @@ def test_a_full_disk_is_named_and_older_checkpoints_kept(worlds, run_config):
     outcomes = worlds.run(config, size=2, faults={"1:4": "full disk"})
     assert [code for code, _ in outcomes] == [2, 2]
     assert "No space left on device (rank 1)" in outcomes[0][1]
-    assert [found.step for found in list_checkpoints(Path(config.out))] == [2]
+    assert [saved.step for saved in list_checkpoints(Path(config.out))] == [2]
     finish(worlds, config, size=2)
 
 

@@ -25,11 +25,11 @@ MATRIX = Matrix()
 def chosen(text: str) -> tuple[np.ndarray, ...]:
     """Weight, codes, mask and scale of a layer of that format."""
     layer = make_layer(text)
-    found = layer.select()
+    selection = layer.select()
     weight = layer.weight.detach()
     return tuple(
         None if part is None else part.double().numpy()
-        for part in (weight, found.codes, found.mask, found.weight_scale)
+        for part in (weight, selection.codes, selection.mask, selection.weight_scale)
     )
 
 
@@ -89,15 +89,15 @@ def test_s_ste_shrinks_by_the_largest_pruned_weight(weight_format: str) -> None:
     groups = np.abs(weight).reshape(20, 12, 4)
     threshold = np.sort(groups, -1)[..., 1:2]  # the (n+1)-th largest of 4
     soft = np.sign(weight) * np.maximum(groups - threshold, 0).reshape(weight.shape)
-    found = layer.select()
+    selection = layer.select()
     if weight_format == "full":
-        np.testing.assert_allclose(found.value, soft, atol=1e-7)
+        np.testing.assert_allclose(selection.value, soft, atol=1e-7)
         x = torch.randn(3, 48)
-        torch.testing.assert_close(layer(x), x @ found.value.t() + layer.bias)
+        torch.testing.assert_close(layer(x), x @ selection.value.t() + layer.bias)
     else:
         scale = np.abs(soft).mean()
-        assert found.weight_scale.item() == pytest.approx(scale, rel=1e-6)
-        np.testing.assert_array_equal(found.codes, np.clip(np.rint(soft / scale), -1, 1))
+        assert selection.weight_scale.item() == pytest.approx(scale, rel=1e-6)
+        np.testing.assert_array_equal(selection.codes, np.clip(np.rint(soft / scale), -1, 1))
 
 
 def test_random_masks_are_those_of_seed_and_position() -> None:
@@ -190,8 +190,8 @@ def test_a_blend_lies_between_full_precision_and_quantised() -> None:
     quantised = layer.select().effective(layer.weight)
     masked = layer.weight * layer.select().mask
     layer.blend = 0.25
-    found = layer.select()
-    torch.testing.assert_close(found.value, masked * 0.75 + quantised * 0.25)
+    selection = layer.select()
+    torch.testing.assert_close(selection.value, masked * 0.75 + quantised * 0.25)
     x_codes, activation_scale = quantize_int8(x)
     blended = x * 0.75 + x_codes * activation_scale * 0.25
-    torch.testing.assert_close(layer(x), blended @ found.value.t() + layer.bias)
+    torch.testing.assert_close(layer(x), blended @ selection.value.t() + layer.bias)

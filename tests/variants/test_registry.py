@@ -47,7 +47,7 @@ FORMATS = (
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score and a quantiser of this module, gone afterwards."""
     monkeypatch.setattr(
-        registry, "_ENTRIES", {kind: dict(found) for kind, found in registry._ENTRIES.items()}
+        registry, "_ENTRIES", {kind: dict(entries) for kind, entries in registry._ENTRIES.items()}
     )
 
     @register_score("smallest")
@@ -75,7 +75,7 @@ def test_text_forms(own: None) -> None:
         ("ternary-6:8,score=wnda", r"score='wnda' is not registered \(did you mean wanda\?\)"),
         ("ternary-6:8,score=random:sed=1", "'sed=1' is not field=value with one of: seed"),
         ("ternary-6:8,score=magnitude:x=1", "with one of: it has none"),
-        ("ternary-6:8,score=random:seed=a", "'a' is not a number"),
+        ("ternary-6:8,score=random:seed=a", "'a' is not a finite number"),
         ("ternary-6:8,score=sr-ste:strength=nan", "'nan' is not a finite number"),
         ("full-6:8,quantizer=twn", "quantizer=twn needs weight=ternary"),
         ("ternary-8:8,score=wanda", "score=wanda needs a mask, but 8:8 keeps all"),
@@ -132,7 +132,7 @@ def test_a_scale_of_some_rows_is_refused_whatever_the_score_asked_for(own: None)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
-@pytest.mark.parametrize("quantizer", registry.names("quantizer"))
+@pytest.mark.parametrize("quantizer", [*registry._ENTRIES["quantizer"]])
 def test_two_processes_quantise_their_rows_as_one_does_all(quantizer: str, rows: int) -> None:
     config = SparseBitConfig.parse(f"ternary-6:8,score=random,quantizer={quantizer}")
     weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
@@ -142,9 +142,9 @@ def test_two_processes_quantise_their_rows_as_one_does_all(quantizer: str, rows:
         def held_by_both(parts: Tensor) -> Tensor:
             held[rank] = parts
             both.wait()
-            found = torch.stack(held)
+            every = torch.stack(held)
             both.wait()
-            return found
+            return every
 
         matrix = Matrix(
             first_row=rank * rows,
@@ -162,8 +162,8 @@ def test_two_processes_quantise_their_rows_as_one_does_all(quantizer: str, rows:
         first, second = pool.map(process, range(2))
     for part in ("codes", "mask", "value"):
         if (wanted := getattr(whole, part)) is not None:
-            found = torch.cat([getattr(first, part), getattr(second, part)])
-            torch.testing.assert_close(found, wanted)
+            joined = torch.cat([getattr(first, part), getattr(second, part)])
+            torch.testing.assert_close(joined, wanted)
     assert first.weight_scale.dim() == second.weight_scale.dim() == whole.weight_scale.dim()
 
 

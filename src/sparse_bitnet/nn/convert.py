@@ -66,33 +66,29 @@ def convert_(
             "convert_: a bare linear layer cannot be replaced in place; wrap it in a module"
         )
     chosen = _in_blocks(model) if filter_fn is None else filter_fn
-    found = {
+    candidates = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if is_linear(module) or is_fused_experts(module)
     }
     if filter_fn is None:
-        config.check_dense_layers(found, type(model).__name__)
+        config.check_dense_layers(candidates, type(model).__name__)
     targets = {
         name: module
-        for name, module in found.items()
+        for name, module in candidates.items()
         if not config.keeps_dense(name) and chosen(module, name)
     }
     if not targets:
         raise UserError(
             f"convert_: no linear layer to convert in {type(model).__name__}; pass filter_fn"
         )
-    first: dict[int, str] = {}
     for name, module in targets.items():
         of: Any = module
-        weights = (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,)
         # Groups lie along rows, which a `Conv1D` stores as columns.
         along = -2 if _class_name(module) == _CONV1D else -1
-        for weight in weights:
-            first.setdefault(weight.shape[along], name)
-    for width, name in first.items():
-        config.pattern.check_divides(width, name)
-        check_quantizer(config, width, name)
+        for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):
+            config.pattern.check_divides(weight.shape[along], name)
+            check_quantizer(config, weight.shape[along], name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
     sees_inputs = config.variant("score").entry.sees_inputs
     if calibration is not None and sees_inputs and len(linear) < len(targets):
@@ -100,12 +96,15 @@ def convert_(
             "convert_: calibration does not reach fused experts; leave them dense (dense_layers), or "
             "convert the model to full-8:8 first, which takes them apart"
         )
-    asked = set(found.values()) if filter_fn is not None else set(targets.values())
-    asked |= {module for name, module in found.items() if config.keeps_dense(name)}
-    _tell_what_stays(model, targets, asked, allow_partial)
+    asked = {
+        module
+        for name, module in candidates.items()
+        if filter_fn is not None or name in targets or config.keeps_dense(name)
+    }
+    _tell_what_stays(model, set(targets.values()), asked, allow_partial)
     norms = {} if calibration is None else input_norms(model, linear, config, calibration)
     layers: dict[nn.Module, nn.Module] = {}
-    for name, module in found.items():
+    for name, module in candidates.items():
         parent, _, child = name.rpartition(".")
         if name in targets and module not in layers:
             layers[module] = converted(module, config, name)
@@ -124,12 +123,11 @@ def convert_(
 
 
 def _tell_what_stays(
-    model: nn.Module, targets: dict[str, nn.Module], asked: set[nn.Module], allow_partial: bool
+    model: nn.Module, owners: set[nn.Module], asked: set[nn.Module], allow_partial: bool
 ) -> None:
     """Warn of weight matrices, or stacks of them, in the blocks that nobody asked to leave alone; refuse
     when they are most. Embeddings, convolutions and norms are none."""
-    in_blocks, owners = _in_blocks(model), set(targets.values())
-    sizes, total = dict[str, int](), 0
+    in_blocks, sizes, total = _in_blocks(model), dict[str, int](), 0
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
             continue
@@ -228,13 +226,8 @@ class SparseBitExperts(nn.Module):
         self.train(experts.training)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum over each token's experts, weighted.
-
-        Args:
-            hidden: [tokens, hidden].
-            top_k_index: experts of each token, [tokens, k].
-            top_k_weights: of the same shape.
-        """
+        """Sum over the experts of each token, `top_k_index` [tokens, k], times their `top_k_weights`;
+        `hidden` and the result are [tokens, hidden]."""
         result = torch.zeros_like(hidden)
         for index in range(self.experts):
             expert: Any = self.get_submodule(str(index))
@@ -264,15 +257,10 @@ def input_norms(
     config: SparseBitConfig,
     batches: Iterable[Tensor],
 ) -> dict[str, Tensor]:
-    """Return the root mean square of each input feature of the layers that the text reaches.
+    """Return the root mean square of each input feature of `layers`, by full name, that the text reaches.
 
-    Args:
-        model: called with `input_ids`.
-        layers: those whose inputs count, by full name.
-        config: the format, whose transform of the inputs, if any, comes first.
-        batches: token ids, int64 [batch, sequence].
-
-    Raises `UserError` for text that is empty, and where an input is not finite.
+    The transform of the format, if any, comes first. Raises `UserError` for text that is empty, and
+    where an input is not finite.
     """
     inputs = InputQuantizer(config)
     squares: dict[str, Tensor] = {}

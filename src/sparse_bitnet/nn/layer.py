@@ -146,17 +146,17 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # a comparison would wait for the device, which a capture does not allow
         (before, state), held = self.state.frozen, self.weight
-        now = (0 if held.is_inference() else held._version, held.dtype)
+        now = (0 if held.is_inference() else held._version, held.dtype, held.device)
         self.state.frozen = (scale, now)
         if self.training or now != state or scale is None or before is None or scale.is_meta:
             return
-        if before.device != scale.device or torch.equal(before, scale):
-            return
-        warnings.warn(
-            "a frozen ternary weight has changed, by a merged adapter perhaps: it is rounded to "
-            "ternary codes again, so the model computes something else than with the adapter beside it",
-            stacklevel=2,
-        )
+        if not torch.equal(before, scale):
+            warnings.warn(
+                "a frozen ternary weight has changed, by a merged adapter perhaps: it is rounded to "
+                "ternary codes again, so the model computes something else than with the adapter beside "
+                "it",
+                stacklevel=2,
+            )
 
     def _matrix(self) -> Matrix:
         """Return the `Matrix` for the registered functions that ask for it."""
@@ -175,16 +175,17 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         evaluation between two training steps leaves their flip rate alone.
         """
         self.release_()
-        codes, mask, scale, words, flips, value, blend = self.select()
+        chosen = self.select()
+        mask, words, flips = chosen.mask, chosen.mask_words, chosen.mask_flips
         if words is None and mask is not None:
             words = pack_mask(mask, self.config.pattern.m)
         previous = self.state.mask_words if self.training else None
         if flips is None and words is not None and previous is not None:
             flips = count_flips(previous, words)
-        used = codes is None or self.config.mask_gradient == "masked"
+        used = chosen.codes is None or self.config.mask_gradient == "masked"
         if not (used or self.config.variant("score").has("gradient")):
             mask = None
-        chosen = Selection(codes, mask, scale, words, flips, value, blend)
+        chosen = chosen._replace(mask=mask, mask_words=words, mask_flips=flips)
         self.state.hold(chosen, self.weight)
         if self.training:
             self.state.mask_words, self.state.mask_flips = words, flips
@@ -208,7 +209,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return self.state.is_current(self.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.state.apply_(fn)
+        # A layer that moves selects again, and counts flips from then on.
+        self.state = SelectionState(frozen=self.state.frozen)
         return super()._apply(fn, recurse)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -217,36 +219,26 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         if selection is None:
             selection = self.select()
         gradient_mask = self._gradient_mask(selection, self.weight)
-        x = self._taken(input)
-        codes, scale = selection.codes, selection.weight_scale
-        if selection.value is not None:
-            evaluates = selection.blend is None and not torch.is_grad_enabled()
-            if evaluates and self.config.activation != "none" and codes is not None:
-                assert scale is not None
+        x, codes, scale = self._taken(input), selection.codes, selection.weight_scale
+        if codes is not None and scale is not None and self.config.activation != "none":
+            if selection.value is None:
+                return ternary_int8_linear(
+                    x,
+                    self.weight,
+                    self.bias,
+                    codes,
+                    scale,
+                    gradient_mask,
+                    integer=self.integer_forward,
+                    quantized=self.inputs.codes(x),
+                )
+            if selection.blend is None and not torch.is_grad_enabled():
                 return several_scales_linear(x, self.bias, codes, scale, self.inputs.codes(x))
-            weight = straight_through(self.weight, selection.value, gradient_mask)
-            return F.linear(self.inputs.fake_quantize(x, selection.blend), weight, self.bias)
-        if selection.codes is None:
-            weight = self.weight
-            if selection.mask is not None:
-                kept = weight.detach() * selection.mask
-                weight = straight_through(weight, kept, gradient_mask)
-            return F.linear(self.inputs.fake_quantize(x), weight, self.bias)
-        assert selection.weight_scale is not None
-        if self.config.activation == "none":
-            value = (selection.codes * selection.weight_scale).to(self.weight.dtype)
-            weight = straight_through(self.weight, value, gradient_mask)
-            return F.linear(x, weight, self.bias)
-        return ternary_int8_linear(
-            x,
-            self.weight,
-            self.bias,
-            selection.codes,
-            selection.weight_scale,
-            gradient_mask,
-            integer=self.integer_forward,
-            quantized=self.inputs.codes(x),
-        )
+        weight: Tensor = self.weight
+        if codes is not None or selection.mask is not None or selection.value is not None:
+            effective = selection.effective(weight.detach()).to(weight.dtype)
+            weight = straight_through(weight, effective, gradient_mask)
+        return F.linear(self.inputs.fake_quantize(x, selection.blend), weight, self.bias)
 
     def _taken(self, input: Tensor) -> Tensor:
         """Return the transformed input, to be quantised; adds to the norms if the score needs them."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of mask, ternary codes and scale from a master weight, and how a layer holds them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -157,7 +156,7 @@ def _quantized(
     rows, in_features = weight.shape
     scale = scale.float()
     per_row = scale.dim() == 2 and scale.shape[0] == rows and in_features % scale.shape[1] == 0
-    is_part = matrix.is_part and not matrix.asked
+    is_part = matrix.reduce_sum is not None and not matrix.asked
     if scale.numel() == 1 and is_part and not per_row:
         raise UserError(
             f"quantizer {quantizer.text}: its scale is that of some rows of a matrix; reduce it with "
@@ -199,7 +198,7 @@ def spread_scale(scale: Tensor, in_features: int) -> Tensor:
 
 @dataclass
 class SelectionState:
-    """Selections that a layer holds; their tensors move with the layer and are never saved."""
+    """Selections that a layer holds; they are never saved, and a layer that moves has new ones."""
 
     current: Selection | None = None
     """Selection that forwards use instead of making a new one."""
@@ -211,7 +210,7 @@ class SelectionState:
     """`Selection.mask_flips` of the last training step."""
 
     frozen: tuple[Tensor | None, Any] = (None, None)
-    """Scale, and version and type of the weight, at the last selection while it was frozen."""
+    """Scale, and version, type and device of the weight, at the last selection while it was frozen."""
 
     _made_for: tuple[int, int, int] | None = None
     _optimizer_steps: ClassVar[int] = 0
@@ -228,16 +227,6 @@ class SelectionState:
         if weight is None:
             return self._made_for[2] == self._optimizer_steps
         return self._made_for == self._state_of(weight)
-
-    def apply_(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change every tensor, as `nn.Module.to` does with a module's own."""
-
-        def changed(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        if self.current is not None:
-            self.current = Selection(*map(changed, self.current))
-        self.mask_words, self.mask_flips = changed(self.mask_words), changed(self.mask_flips)
 
     @classmethod
     def count_step(cls, *_: Any) -> None:

@@ -25,15 +25,11 @@ class SparseBitCallback(TrainerCallback):
 
     Every training log gets `flip_rate` (share of mask positions that changed since the step before,
     from the second step on) and `zero_fraction` (share of zeros among the effective weights), both of
-    the last step and over all sparse layers together. They reach `state.log_history`, the console and
-    every callback that comes after this one; Trainer's own reporters (`report_to`) come before, so
-    put this callback first in `trainer.callback_handler.callbacks` for them to see it.
+    the last step and over all sparse layers together. Trainer's own reporters (`report_to`) see them
+    where this callback is put first in `trainer.callback_handler.callbacks`.
 
     What a selection adds to gradients (SR-STE) is added when Trainer has clipped them; our own loop clips
     the sum.
-
-    A step or an evaluation that raises leaves nothing that another weight could meet: see
-    `SparseBitLinear.is_selected`.
 
     Raises `UserError` at the start of training when the model holds no `SparseBitLinear`.
     """
@@ -55,8 +51,7 @@ class SparseBitCallback(TrainerCallback):
         model.train()
         self._selection.enter_context(selected(model))
         layers = sparse_layers(model)
-        counts = selection_counts(layers).tolist()
-        rates = selection_metrics(layers, counts, by_layer=False)
+        rates = selection_metrics(layers, selection_counts(layers).tolist(), by_layer=False)
         self._metrics = {name: value for name, value in rates.items() if value is not None}
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:

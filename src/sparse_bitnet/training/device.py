@@ -4,7 +4,6 @@
 import ctypes
 import os
 import shutil
-import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.host import cpu_info, resource
+from sparse_bitnet.host import cpu_info
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def resolve_device(name: str) -> torch.device:
 
 def cpu_has_fast_bf16() -> bool:
     """Whether bfloat16 products are faster than float32 ones. Most processors emulate them, and Intel's
-    without matrix tiles, or with these hidden by a virtual machine, take twice as long."""
+    without matrix tiles take twice as long."""
     info = cpu_info()
     flags = info.get("flags", "").split()
     return "amx_bf16" in flags or (
@@ -128,7 +127,7 @@ def compile_decoder_(
     torch._dynamo.reset()
     decoder, on_cpu = model.get_decoder(), device.type == "cpu"
     # Compiled, the plain products are faster than the CPU's flash attention; models that have none, as
-    # Gemma 2 with its capped scores or gpt-oss with its sinks, keep their own.
+    # Gemma 2 with its capped scores, keep their own.
     plain = on_cpu and model.config._attn_implementation == "sdpa"
     if plain and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
         from sparse_bitnet.training.causal_blocks import NAME, store_rotations_
@@ -145,13 +144,3 @@ def compile_decoder_(
 def compile_options(device: torch.device | str) -> dict[str, Any] | None:
     """Options of `torch.compile` for training."""
     return {"cpp_wrapper": True} if torch.device(device).type == "cpu" else None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held: on the GPU if it computes there, else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if resource is None:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

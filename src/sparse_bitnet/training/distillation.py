@@ -41,7 +41,6 @@ from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.loss import (
-    SoftTargets,
     SummedLoss,
     capped,
     chunked_cross_entropy,
@@ -262,8 +261,7 @@ class DistillationLoss(SummedLoss):
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
         self._states: tuple[dict[str, Tensor], ...] = ()
         self._heads = 1
-        head = model.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise UserError(
                 f"distillation takes no output head with a bias ({type(model).__name__})"
             )
@@ -278,11 +276,9 @@ class DistillationLoss(SummedLoss):
         (own, widths), (theirs, _) = (
             _kept_projections(each, config.relations_layer) for each in (model, teacher.model)
         )
-        self._states = own, theirs
         sizes: Any = teacher.model.config
-        self._heads = heads = (
-            getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-        )
+        heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+        self._states, self._heads = (own, theirs), heads
         if any(width % heads for width in widths):
             raise UserError(
                 f"relations_weight: the student's projections, of {widths} values, are not cut into the "
@@ -315,18 +311,21 @@ class DistillationLoss(SummedLoss):
                 empty = share.new_zeros((len(share), teacher.vocab_size))
                 return empty.scatter_(-1, ids[rows].long(), share)
 
+        def soft(logits: Tensor, rows: slice, scored: Tensor) -> tuple[Tensor, Tensor]:
+            wanted, temperature = probabilities(rows), config.temperature
+            own = (logits[:, : wanted.shape[-1]] / temperature).log_softmax(-1)
+            divergence = (torch.xlogy(wanted, wanted) - wanted * own).sum(-1, keepdim=True) * scored
+            total = divergence.sum(dtype=torch.float64) * (config.logits_weight * temperature**2)
+            return total, (own.exp_() - wanted) * (config.logits_weight * temperature)
+
         hidden = hidden_states(self.model, input_ids, position_ids)
         loss = chunked_cross_entropy(
             hidden.flatten(0, 1),
             self.model.get_output_embeddings().weight,
             labels.flatten(),
             chunk_tokens=self.chunk_tokens,
-            soft=SoftTargets(
-                probabilities=probabilities,
-                temperature=config.temperature,
-                weight=config.logits_weight,
-                hard_weight=config.ce_weight,
-            ),
+            soft=soft,
+            hard_weight=config.ce_weight,
             cap=logit_cap(self.model),
         )
         if not self._states:
@@ -341,9 +340,7 @@ class DistillationLoss(SummedLoss):
 def relation_loss(student: Tensor, teacher: Tensor, heads: int) -> Tensor:
     """Mean over heads and tokens of KL(R_teacher || R_student), R = softmax(A A^T / sqrt(d)).
 
-    Args:
-        student, teacher: states A [batch, sequence, width]; widths may differ.
-        heads: into which each A is cut, [batch, heads, sequence, d].
+    The states A are [batch, sequence, width], of any widths, and cut into [batch, heads, sequence, d].
     """
 
     def log_relations(states: Tensor) -> Tensor:

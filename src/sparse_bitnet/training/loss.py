@@ -8,7 +8,6 @@ head is formed at once, and the logits are dropped before the next chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoftTargets:
-    """A distribution over the next token beside the token itself."""
-
-    probabilities: Callable[[slice], Tensor]
-    """Returns those of some tokens, float32 [tokens, rows], at the temperature. Rows are the first of the
-    head, to which the model's distribution is then restricted too."""
-
-    temperature: float
-    weight: float
-    """Factor of temperature**2 * KL(probabilities || the model's at the temperature)."""
-
-    hard_weight: float
-    """Factor of the cross-entropy."""
+Soft = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]]
+"""(logits of a chunk, its rows, which are scored) -> what is added to their loss, float64, and its slope
+by the first columns of the logits, also in rows that are not scored."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, compiled, cap):
+    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, hard_weight, compiled, cap):
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -74,17 +62,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits = capped((x @ head.t()).float(), cap)
                 log_probabilities = logits.log_softmax(-1)
                 picked = log_probabilities.gather(-1, target) * scored
-                total -= picked.sum(dtype=torch.float64) * (soft.hard_weight if soft else 1)
-                grad = softer = None
+                total -= picked.sum(dtype=torch.float64) * hard_weight
+                softer = None
                 if soft is not None:
-                    total_soft, softer = _soft_part(logits, soft, rows, scored)
-                    total += total_soft
+                    added, softer = soft(logits, rows, scored)
+                    total += added
                 if not needs_grad:
                     continue
                 grad = log_probabilities.exp_()
                 grad.scatter_add_(-1, target, -torch.ones_like(picked))
                 if softer is not None:
-                    grad = grad.mul_(soft.hard_weight)
+                    grad = grad.mul_(hard_weight)
                     grad[:, : softer.shape[-1]].add_(softer)
                 if cap is not None:
                     grad = grad.mul_(1 - (logits / cap).square_())
@@ -99,7 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = gradient.float()
-        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 5
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 6
 
 
 def _loss_and_gradients(
@@ -124,25 +112,14 @@ def _compiled_chunk(device: str) -> Callable[..., tuple[Tensor, ...]]:
     return torch.compile(_loss_and_gradients, options=compile_options(device))
 
 
-def _soft_part(
-    logits: Tensor, soft: SoftTargets, rows: slice, scored: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The weighted sum over a chunk, float64, and its gradient by the logits of the rows of `soft`, all
-    scored."""
-    wanted, temperature = soft.probabilities(rows), soft.temperature
-    own = (logits[:, : wanted.shape[-1]] / temperature).log_softmax(-1)
-    divergence = (torch.xlogy(wanted, wanted) - wanted * own).sum(-1, keepdim=True) * scored
-    total = divergence.sum(dtype=torch.float64) * (soft.weight * temperature**2)
-    return total, (own.exp_() - wanted) * (soft.weight * temperature)
-
-
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     chunk_tokens: int | None = None,
-    soft: SoftTargets | None = None,
+    soft: Soft | None = None,
+    hard_weight: float = 1.0,
     compiled: bool = False,
     cap: float | None = None,
 ) -> Tensor:
@@ -153,7 +130,7 @@ def chunked_cross_entropy(
         weight: the head [vocab_size, hidden_size].
         labels: int64 [tokens], -100 where a token is not scored.
         chunk_tokens: tokens whose logits exist at a time; by default `default_chunk_tokens`.
-        soft: a teacher's distribution, which then makes a part of every token's loss.
+        soft: what a teacher adds to the loss, beside `hard_weight` times the cross-entropy.
         compiled: whether what is done to the logits is compiled, where there is no `soft` and no `cap`.
         cap: of the logits, see `capped`.
 
@@ -163,7 +140,8 @@ def chunked_cross_entropy(
     chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
     if not torch.is_grad_enabled():  # which a Function's forward is not told
         hidden, weight = hidden.detach(), weight.detach()
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft, compiled, cap)
+    options = soft, hard_weight, compiled, cap
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, *options)
 
 
 def default_chunk_tokens(vocab_size: int) -> int:

@@ -111,15 +111,15 @@ def merged(adapted: Any) -> tuple["PreTrainedModel", float]:
     """The model with its adapters added to the weights, and the share of the weights whose code (with
     full precision: whether it is kept) is another than before."""
 
-    def chosen(model: Any) -> list[torch.Tensor | None]:
+    def chosen(model: Any) -> list[torch.Tensor]:
         selections = [layer.select() for layer in sparse_layers(model).values()]
-        return [each.mask if each.codes is None else each.codes for each in selections]
+        codes = [each.mask if each.codes is None else each.codes for each in selections]
+        return [each for each in codes if each is not None]
 
     before = chosen(adapted)
     model = adapted.merge_and_unload()
-    pairs = zip(before, chosen(model), strict=True)
-    changed = [a != b for a, b in pairs if a is not None and b is not None]
-    return model, sum(map(int, map(torch.sum, changed))) / max(1, sum(c.numel() for c in changed))
+    changed = [a != b for a, b in zip(before, chosen(model), strict=True)]
+    return model, sum(int(c.sum()) for c in changed) / max(1, sum(c.numel() for c in changed))
 
 
 def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.optim.AdamW:

@@ -52,7 +52,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
     @property
     def rows(self) -> Tensor:
-        """The master weight's rows of this process, a plain tensor that shares its memory."""
+        """`local_rows` of the master weight."""
         return local_rows(self.weight)
 
     @torch.no_grad()
@@ -145,12 +145,6 @@ class ShardedSparseBitLinear(SparseBitLinear):
         if kept is not None and gradient is not None:
             gradient.mul_(kept)
 
-    def bytes_to_send(self) -> Tensor:
-        """Return the rows that `fully_shard` gathers, [rows, width]: uint8 codes or effective weights."""
-        if self.packed is not None:
-            return self.packed
-        return self.selection.effective(self.rows).to(self.compute_dtype)
-
 
 class RowShard(Tensor):
     """Rows of a layer's master weight, which tell `fully_shard` what to gather instead of them."""
@@ -199,7 +193,9 @@ class RowShard(Tensor):
         rows do not divide evenly; this one leaves the shape to us.
         """
         layer, shards = self.layer, mesh.size()
-        part = layer.bytes_to_send()
+        part = layer.packed  # codes, or effective weights
+        if part is None:
+            part = layer.selection.effective(layer.rows).to(layer.compute_dtype)
         # All shards are sent as long as the longest; the surplus is cut off after the gather.
         part = F.pad(part, (0, 0, 0, -(-layer.out_features // shards) - part.shape[0]))
         return (part.contiguous(),), None
@@ -260,21 +256,17 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 def prepare_linears_(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Turn every `SparseBitLinear` of `module` into one that `fully_shard` can split; it must follow.
+    """Turn every `SparseBitLinear` of `module` into one that `fully_shard`, which must follow, can split.
 
-    Args:
-        module: its weights are still whole, on the device where they stay.
-        compute_dtype: in which full-precision weights are sent and multiplied, unless theirs is shorter.
+    Full-precision weights are sent and multiplied in `compute_dtype`, unless theirs is shorter.
     """
     for layer in sparse_layers(module).values():
         layer.__class__ = ShardedSparseBitLinear
         sharded = cast(ShardedSparseBitLinear, layer)
         sharded.compute_dtype = min(compute_dtype, layer.weight.dtype, key=lambda t: t.itemsize)
         sharded.shared_scale = sharded.packed = sharded.gathered = None
-        weight = sharded.weight
-        sharded.weight = nn.Parameter(
-            RowShard(weight.detach(), sharded), requires_grad=weight.requires_grad
-        )
+        shard = RowShard(layer.weight.detach(), sharded)
+        sharded.weight = nn.Parameter(shard, requires_grad=layer.weight.requires_grad)
 
 
 def sharded(layers: Iterable[SparseBitLinear]) -> list[ShardedSparseBitLinear]:

@@ -34,13 +34,12 @@ from sparse_bitnet.files import write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.progress import say
-from sparse_bitnet.training import metrics, schedule, sharding
+from sparse_bitnet.training import distributed, metrics, schedule
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
     autocast,
     compile_decoder_,
     compiles,
-    peak_memory_bytes,
     prepare_device,
     resolve_device,
 )
@@ -48,12 +47,13 @@ from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, fi
 from sparse_bitnet.training.distributed import World, open_world
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
-from sparse_bitnet.training.run_checkpoint import RunCheckpoints, model_files
 from sparse_bitnet.training.run_folder import (
     RESULT,
     Interrupted,
+    RunCheckpoints,
     RunResult,
     check_run,
+    model_files,
     run_lock,
     stop_signals,
 )
@@ -166,7 +166,7 @@ class Trainer:
             if world.mesh:
                 if config.lora:
                     raise UserError("lora trains in one process: leave out torchrun")
-                sharding.check_splits(self.model)
+                distributed.check_splits(self.model)
             self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self._check_learnt()
             self.model.train()
@@ -184,7 +184,7 @@ class Trainer:
                 self.loss = DistillationLoss(self.model, config, teacher)
                 self.cache = teacher if isinstance(teacher, LogitCache) else None
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
-        sharding.place_(self.loss, world, self.device, self.dtype, reduction, whole)
+        distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
         self.shards = sharded(self.layers.values())
         self.optimizer = build_optimizer(self.model, config)
@@ -192,10 +192,10 @@ class Trainer:
             config, world, self.model, self.optimizer, files=files, data_identity=text.identity()
         )
         self.start = self.checkpoints.restore()
+        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         if (cache := self.cache) is not None:
             batch = config.micro_batch_size or config.batch_size
             world.on_main(lambda: cache.fill(self.dtype, self.device, batch))
-        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         self.sinks: list[Any] = []
         self.timing: list[metrics.JsonLines] = []
         if world.is_main:
@@ -245,12 +245,9 @@ class Trainer:
                     if due or last or stopping:
                         self.checkpoints.save(step)
                     if stopping and not last:
-                        self.checkpoints.wait()
                         raise Interrupted(f"stopped after step {step} of {config.steps}")
-            self.checkpoints.wait()
             return self._finish(row or self.world.on_main(self._last_row))
         finally:
-            self.checkpoints.close()
             for sink in (*self.timing, *self.sinks):
                 sink.close()
 
@@ -295,7 +292,6 @@ class Trainer:
             "step": step,
             "seconds": round(seconds, 6),
             "tokens_per_second": round(config.tokens_per_step / seconds, 1),
-            "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         for sink in self.timing:
             sink.write(timing)
@@ -323,7 +319,7 @@ class Trainer:
             teachers = [{"top": each} for each in top]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (part, teacher) in enumerate(zip(parts, teachers, strict=True), 1):
-            sharding.gather_once_(self.loss, last=number == len(parts))
+            distributed.gather_once_(self.loss, last=number == len(parts))
             with autocast(self.device, self.dtype):
                 loss = self.loss(*part, **teacher)
             # Gradients are averaged over the processes.
@@ -339,7 +335,6 @@ class Trainer:
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        self.checkpoints.wait()
         good = list_checkpoints(self.run)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
@@ -359,7 +354,7 @@ class Trainer:
                 dtype=self.dtype,
                 world=self.world,
             )
-        sharding.reshard_(self.loss)
+        distributed.reshard_(self.loss)
         return {
             "step": step,
             "validation_loss": loss,
@@ -407,7 +402,7 @@ class Trainer:
                 "another --out"
             )
         self._write(validation)
-        whole = sharding.whole_model(self.model, self.world, self.build)
+        whole = distributed.whole_model(self.model, self.world, self.build)
         self.world.on_main(
             lambda: save_pretrained(
                 cast("PreTrainedModel", whole), self.run / "final", self.tokenizer

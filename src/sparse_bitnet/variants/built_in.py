@@ -10,7 +10,6 @@ from sparse_bitnet.variants.registry import (
     register_quantizer,
     register_schedule,
     register_score,
-    reserve,
 )
 
 if TYPE_CHECKING:
@@ -138,8 +137,7 @@ def per_group(weight: "Tensor", mask: "Tensor | None", *, size: int = 64) -> Qua
         raise UserError(
             f"quantizer per-group: size={size} does not divide a row of {weight.shape[-1]} weights"
         )
-    groups = weight.float().unflatten(-1, (-1, size))
-    codes, scale = _rounded(groups, groups.abs().mean(-1, keepdim=True).clamp_min(_FLOOR))
+    codes, scale = per_channel(weight.unflatten(-1, (-1, size)), mask)
     return codes.flatten(-2), scale.squeeze(-1)
 
 
@@ -164,9 +162,6 @@ def binary(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quanti
 
 
 # Activations: how inputs are quantised, per token. int8 (absmax, BitNet b1.58's) is an op.
-
-reserve("activation", "int8")
-reserve("activation", "none")
 
 
 def hadamard(x: "Tensor") -> "Tensor":

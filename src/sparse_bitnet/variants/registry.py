@@ -29,10 +29,6 @@ IMPORTED = "SPARSE_BITNET_IMPORT"
 _PACKAGE = __name__.partition(".")[0]
 
 
-def _same(value: "Tensor") -> "Tensor":
-    return value
-
-
 @dataclass(kw_only=True)
 class Matrix:
     """The weight matrix that a function gets: all rows, or in a model that is split over processes this
@@ -44,35 +40,22 @@ class Matrix:
     input_norm: "Tensor | None" = None
     """float32 [in_features], root mean square of each input feature, for scores with `sees_inputs`."""
 
-    reduce_sum: Callable[["Tensor"], "Tensor"] = _same
-    reduce_max: Callable[["Tensor"], "Tensor"] = _same
+    reduce_sum: Callable[["Tensor"], "Tensor"] | None = None
+    reduce_max: Callable[["Tensor"], "Tensor"] | None = None
+    """Sum and maximum over the processes that hold the other rows; None where there are none."""
 
     asked: bool = field(default=False, init=False)
     """Whether a sum or a maximum over the whole matrix was taken."""
 
-    @property
-    def is_part(self) -> bool:
-        """Whether there are other processes' rows."""
-        return self.reduce_sum is not _same
-
     def sum(self, parts: "Tensor") -> "Tensor":
         """`parts` of these rows summed over all rows' holders, elementwise."""
         self.asked = True
-        return self.reduce_sum(parts)
+        return parts if self.reduce_sum is None else self.reduce_sum(parts)
 
     def max(self, parts: "Tensor") -> "Tensor":
         """Elementwise maximum of `parts` over all rows' holders."""
         self.asked = True
-        return self.reduce_max(parts)
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function, the fields it takes, and whether it asks for the `Matrix`."""
-
-    call: Callable[..., Any]
-    fields: dict[str, Any]
-    wants_matrix: bool
+        return parts if self.reduce_max is None else self.reduce_max(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +64,9 @@ class Entry:
 
     name: str
     module: str
-    functions: dict[str, Function] = field(default_factory=dict)
-    """The function itself as "", and its hooks; empty where the package's own ops stand for it."""
+    functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = field(default_factory=dict)
+    """The function itself as "", and its hooks, each with its keyword-only parameters and their defaults;
+    empty where the package's own ops stand for it."""
 
     sees_inputs: bool = False
     blends: bool = False
@@ -90,7 +74,8 @@ class Entry:
     @property
     def fields(self) -> dict[str, Any]:
         """Names and defaults of what the text form may set."""
-        return {k: v for function in self.functions.values() for k, v in function.fields.items()}
+        keywords = [each for _, each in self.functions.values()]
+        return {k: v for each in keywords for k, v in each.items() if k != "matrix"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +88,10 @@ class Variant:
     @property
     def text(self) -> str:
         """`name`, or `name:field=value` for fields that are not at their defaults."""
-        shown = {k: v for k, v in self.values.items() if v != self.entry.fields[k]}
         settings = (
-            f":{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items()
+            f":{k}={str(v).lower() if isinstance(v, bool) else v}"
+            for k, v in self.values.items()
+            if v != self.entry.fields[k]
         )
         return self.entry.name + "".join(settings)
 
@@ -120,15 +106,17 @@ class Variant:
 
     def call(self, *args: Any, hook: str = "", matrix: Matrix | None = None) -> Any:
         """Call the entry's function, or one of its hooks, with its fields; with `matrix` if it asks."""
-        function = self.entry.functions[hook]
-        given = {name: self.values[name] for name in function.fields}
-        if function.wants_matrix:
-            given["matrix"] = matrix
-        return function.call(*args, **given)
+        function, keywords = self.entry.functions[hook]
+        given = {name: matrix if name == "matrix" else self.values[name] for name in keywords}
+        return function(*args, **given)
 
 
 _ENTRIES: dict[str, dict[str, Entry]] = {
-    kind: {} for kind in ("score", "quantizer", "activation", "schedule")
+    "score": {},
+    "quantizer": {},
+    # The package's ops stand for these.
+    "activation": {name: Entry(name=name, module=__name__) for name in ("int8", "none")},
+    "schedule": {},
 }
 
 
@@ -191,11 +179,6 @@ def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
     return _registers("schedule", name, {}, blends=blends)
 
 
-def reserve(kind: str, name: str) -> None:
-    """Enter a name that stands for the package's own ops, without a function."""
-    _ENTRIES[kind][name] = Entry(name=name, module=__name__)
-
-
 def _registers(
     kind: str, name: str, hooks: dict[str, Callable[..., Any] | None], **options: bool
 ) -> Callable[[F], F]:
@@ -207,31 +190,26 @@ def _registers(
         # A cell of a notebook, or a reloaded module, registers its own again.
         if before is not None and before.module != function.__module__:
             raise UserError(f"{kind} {name!r} is taken: {before.module} registered it")
-        given = {"": function} | {hook: each for hook, each in hooks.items() if each is not None}
-        functions = {hook: _described(kind, name, each) for hook, each in given.items()}
-        _ENTRIES[kind][name] = Entry(
-            name=name, module=function.__module__, functions=functions, **options
-        )
+        functions = {
+            hook: (each, _keywords(each))
+            for hook, each in {"": function, **hooks}.items()
+            if each is not None
+        }
+        entry = Entry(name=name, module=function.__module__, functions=functions, **options)
+        for field_name, default in entry.fields.items():
+            if type(default) not in (int, float, str, bool):
+                raise UserError(
+                    f"{kind} {name!r}: its field {field_name} needs a number, text or bool as default"
+                )
+        _ENTRIES[kind][name] = entry
         return function
 
     return register
 
 
-def _described(kind: str, name: str, function: Callable[..., Any]) -> Function:
-    parameters = inspect.signature(function).parameters
-    keywords = (each for each in parameters.values() if each.kind is each.KEYWORD_ONLY)
-    fields = {each.name: each.default for each in keywords if each.name != "matrix"}
-    for field_name, default in fields.items():
-        if type(default) not in (int, float, str, bool):
-            raise UserError(
-                f"{kind} {name!r}: its field {field_name} needs a number, text or bool as default"
-            )
-    return Function(function, fields, "matrix" in parameters)
-
-
-def names(kind: str) -> tuple[str, ...]:
-    """Return what is registered of a kind, in order."""
-    return tuple(_ENTRIES[kind])
+def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def find(kind: str, text: Any) -> Variant:
@@ -239,11 +217,9 @@ def find(kind: str, text: Any) -> Variant:
 
     Raises `UserError` for a name that is not registered (with the near one), and for fields it has not.
     """
-    if not isinstance(text, str):
-        raise UserError(f"{kind}={text!r}: name one of {', '.join(names(kind))}")
-    name, *settings = text.split(":")
+    name, *settings = str(text).split(":")
     if (entry := _entry(kind, name)) is None:
-        known = names(kind)
+        known = _ENTRIES[kind]
         raise UserError(
             f"{kind}={name!r} is not registered{did_you_mean(name, known)}: choose one of "
             f"{', '.join(known)}, or import the module that registers it"
@@ -259,17 +235,18 @@ def find(kind: str, text: Any) -> Variant:
 
 
 def _read(where: str, default: Any, text: str) -> Any:
-    if isinstance(default, bool):
-        if text not in ("true", "false"):
-            raise UserError(f"{where}: {text!r} is not true or false")
-        return text == "true"
+    """Return the value of a field, of the type of its default."""
+    kind = type(default)
+    if kind is str:
+        return text
     try:
-        value = type(default)(text)
-    except ValueError:
-        raise UserError(f"{where}: {text!r} is not a number") from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where}: {text!r} is not a finite number")
-    return value
+        value = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        if math.isfinite(value):
+            return value
+    except (KeyError, ValueError, OverflowError):
+        pass
+    wanted = "true or false" if kind is bool else "a finite number"
+    raise UserError(f"{where}: {text!r} is not {wanted}")
 
 
 def check_module(kind: str, text: str, module: str) -> None:
