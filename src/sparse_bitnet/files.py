@@ -127,17 +127,15 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path, busy: str = "", *, wait: bool = False) -> Iterator[None]:
+def locked_folder(folder: Path, busy: str) -> Iterator[None]:
     """Make a folder and hold it for this process; it is free again when the process ends anyhow.
-
-    With `wait` until another process that holds it lets it go.
 
     Raises `UserError`: `busy` where another process holds it, else why it cannot be written.
     """
     from filelock import FileLock, Timeout
 
     make_folder(folder)
-    lock = FileLock(folder / ".lock", timeout=-1 if wait else 0)
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()
     except Timeout:

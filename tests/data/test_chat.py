@@ -41,9 +41,9 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = train_tokenizer(iter(["one and two is three? <|user|><|assistant|>"] * 3), 300)
-    found.chat_template = BY_PROMPTS
-    return found
+    trained = train_tokenizer(iter(["one and two is three? <|user|><|assistant|>"] * 3), 300)
+    trained.chat_template = BY_PROMPTS
+    return trained
 
 
 def learnt_text(tokenizer: Any, tokens: np.ndarray) -> str:

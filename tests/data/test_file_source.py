@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from sparse_bitnet.data.file_source import read_records
+from sparse_bitnet.data.file_source import read_documents
 from sparse_bitnet.errors import UserError
 
 TEXTS = ["first", "zweiter\nüber zwei Zeilen", "third 漢字", "fourth 🙂"]
@@ -41,7 +41,7 @@ def write(folder: Path, kind: str) -> Path:
 
 
 def read(path: Path, column: str = "text") -> list[str]:
-    return [record.text for record in read_records(path, column)]
+    return [record.text for record in read_documents(path, column)]
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def read(path: Path, column: str = "text") -> list[str]:
 )
 def test_reads_every_document(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind)
-    records = list(read_records(path, "text"))
+    records = list(read_documents(path, "text"))
     assert [record.text for record in records] == TEXTS
-    assert records[-1].bytes_read == path.stat().st_size
+    assert records[-1].progress == 1.0
 
 
 @pytest.mark.parametrize("name", ["book.txt", "page.md"])
@@ -95,7 +95,7 @@ def test_a_row_that_cannot_be_read_is_skipped_and_named(
         "a.csv": b"\n".join([b"text", b"good", row, b"good"]),
     }
     path.write_bytes(contents[name])
-    before, skipped, after = read_records(path, "text")
+    before, skipped, after = read_documents(path, "text")
     assert before.text == after.text == "good"
     assert (before.skipped, skipped.text, after.skipped) == ("", "", "")
     with pytest.raises(UserError, match=reason):
@@ -116,11 +116,7 @@ def test_a_row_that_cannot_be_read_is_skipped_and_named(
         ("a.jsonl.zst", LINES, r"cannot read .*a\.jsonl\.zst: "),
         ("a.jsonl.zst", zstandard.compress(LINES * 50)[:-1], "cannot read .*: Truncated"),
         ("a.jsonl.gz", gzip.compress(LINES * 50)[:-9], r"cannot read .*a\.jsonl\.gz: "),
-        (
-            "a.jsonl.zst",
-            zstandard.compress(LINES * 20_000) + b"no frame",
-            r"cannot read .*, after record [0-9]{4,5}$",
-        ),
+        ("a.jsonl.zst", zstandard.compress(LINES * 20_000) + b"no frame", "cannot read .*zst: "),
         ("a.parquet", b"PAR1", r"a\.parquet: not a readable parquet file"),
         ("image.png", b"", r"unknown kind of file; known are \.jsonl, "),
     ],
@@ -138,7 +134,7 @@ def test_parquet_errors(tmp_path: Path) -> None:
     path = write(tmp_path, ".parquet")
     with pytest.raises(UserError, match=r"no column 'content'.*: id, text$"):
         read(path, "content")
-    skipped = [record.skipped for record in read_records(path, "id")]
+    skipped = [record.skipped for record in read_documents(path, "id")]
     assert skipped[0] == f"{path}, row 1: column 'id' holds int, not text"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"file\.parquet"):

@@ -4,10 +4,8 @@ from pathlib import Path
 
 from texts import write_jsonl
 
-from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.data.documents import TRAIN, VALIDATION, Document
+from sparse_bitnet.data.documents import TRAIN, VALIDATION
 from sparse_bitnet.data.manifest import Manifest, Overlap
-from sparse_bitnet.data.parts import prepare_part
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
@@ -93,51 +91,7 @@ def test_overlap_is_measured_and_stored(tmp_path: Path, tokenizer_folder: Path) 
     assert "1 of 3 documents whole" in str(overlap)
 
 
-def in_two_parts(texts: list[str], out: Path, tokenizer: Path, **options: object) -> Manifest:
-    """`texts` in two files, each a part."""
-    for number in range(2):
-        write_jsonl(out / f"{number}.jsonl", texts[number::2])
-    source = parse_source(str(out / "*.jsonl"), **{"validation_fraction": 0.3, **options})
-    for part in range(2):
-        manifest = prepare_part(source, out, part=part, parts=2, tokenizer=tokenizer)
-    assert manifest is not None
-    return manifest
-
-
-def test_parts_leave_held_out_near_duplicates_out(tmp_path: Path, tokenizer_folder: Path) -> None:
-    # Of half of the pairs both lie in one part.
-    texts = [text for pair in PAIRS[:20] for text in pair]
-    for a, b in zip(PAIRS[20::2], PAIRS[21::2], strict=True):
-        texts += [a[0], b[0], a[1], b[1]]
-    texts += OTHERS
-    with_them, out = tmp_path / "with", tmp_path / "out"
-    for folder in (with_them, out):
-        folder.mkdir()
-    before = in_two_parts(texts, with_them, tokenizer_folder, near_duplicates=False)
-    after = in_two_parts(texts, out, tokenizer_folder)
-    assert before.splits[TRAIN].tokens == after.splits[TRAIN].tokens
-    apart = sum(len({each.split for each in pair}) == 2 for pair in pairs_of(with_them))
-    assert apart > 5
-    assert after.overlap is not None
-    assert after.overlap.left_out == apart
-    assert before.overlap is not None
-    assert before.overlap.windows_in_training > 0
-    assert after.overlap.windows_in_training == 0
-    held_out = TokenDataset.open(out, VALIDATION)
-    tokenizer = load_tokenizer(out / "tokenizer")
-    kept = tokenizer.decode(held_out[:].tolist()).split(tokenizer.eos_token)[:-1]
-    assert after.splits[VALIDATION].documents == len(kept)
-    assert after.splits[VALIDATION].text_bytes == sum(len(text.encode()) for text in kept)
-    assert in_two_parts(texts, out, tokenizer_folder) == after
-
-
-def pairs_of(folder: Path) -> list[list[Document]]:
-    source = parse_source(str(folder / "*.jsonl"), validation_fraction=0.3, near_duplicates=False)
-    sides = {document.text: document for document in source.documents()}
-    return [[sides[text] for text in pair] for pair in PAIRS]
-
-
-def test_a_hub_data_set_leaves_held_out_near_duplicates_out(
+def test_of_a_hub_data_set_the_overlap_is_measured_alone(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     (tmp_path / "set").mkdir()
@@ -145,9 +99,5 @@ def test_a_hub_data_set_leaves_held_out_near_duplicates_out(
     source = parse_source(f"hub:{tmp_path / 'set'}", validation_fraction=0.3)
     manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
     assert manifest.overlap is not None
-    assert manifest.overlap.left_out > 5
-    assert manifest.overlap.windows_in_training == 0
-    files = {path.name for path in (tmp_path / "out").glob("*.bin")}
-    assert files == {"train-00000.bin", "held-out-00000.bin"}
-    assert TokenDataset.open(tmp_path / "out", VALIDATION)
-    assert prepare(source, tmp_path / "out", tokenizer=tokenizer_folder) == manifest
+    assert manifest.overlap.windows_in_training > 100
+    assert "near_duplicates" not in manifest.settings["source"]

@@ -4,17 +4,18 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from texts import contents, some_texts, write_jsonl
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data import preparation
-from sparse_bitnet.data.documents import Document, State
 from sparse_bitnet.data.manifest import Manifest
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -33,7 +34,7 @@ def test_what_is_written(prepared: Path) -> None:
     tokenizer = load_tokenizer(prepared / "tokenizer")
     assert manifest.tokenizer_hash == tokenizer_hash(tokenizer)
     assert (manifest.dtype, manifest.vocab_size, manifest.eos_token_id) == ("uint16", 300, 0)
-    found = []
+    written = []
     for split, info in manifest.splits.items():
         dataset = TokenDataset.open(prepared, split)
         tokens = dataset[:]
@@ -44,9 +45,9 @@ def test_what_is_written(prepared: Path) -> None:
         assert parts.pop().size == 0
         texts = [tokenizer.decode(part[:-1]) for part in parts]
         assert sum(len(text.encode()) for text in texts) <= info.text_bytes
-        found += texts
+        written += texts
     nfc = tokenizer.backend_tokenizer.normalizer.normalize_str
-    assert sorted(found) == sorted(nfc(text) for text in some_texts(300))
+    assert sorted(written) == sorted(nfc(text) for text in some_texts(300))
     assert sorted(contents(prepared)) == [
         "manifest.json",
         "tokenizer/tokenizer.json",
@@ -84,6 +85,13 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored(
     source = parse_source(str(text))
     first = prepare(source, tmp_path / "a", tokenizer=tokenizer)
     assert first == prepare(source, tmp_path / "b", tokenizer=str(tokenizer_folder))
+
+
+def test_a_tokenizer_that_cannot_encode_is_an_error_of_the_user(text: Path, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b")
+    with pytest.raises(UserError, match=r"^the tokenizer.json cannot encode this text: Word"):
+        prepare(parse_source(str(text)), tmp_path / "out", tokenizer=tokenizer)
 
 
 def test_end_token_can_be_chosen(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -137,21 +145,18 @@ def stop_at(
         monkeypatch.setattr(os, name, watched(getattr(os, name)))
 
 
-@pytest.mark.parametrize("kind", ["files", "hub"])
 def test_stopped_at_any_disk_operation(
-    text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stop, continue, compare with a preparation never stopped; for every place to stop at."""
+    """Stop, resume, compare with a preparation never stopped; for every place to stop at."""
     monkeypatch.setattr(preparation, "_BATCH_BYTES", 4000)
-    source: Any = parse_source(str(text), validation_fraction=0.1)
-    if kind == "hub":
-        source = SeldomResumable(source)
+    source = parse_source(str(text), validation_fraction=0.1)
     options: dict[str, Any] = {"tokenizer": tokenizer_folder, "shard_tokens": 3000}
     prepare(source, tmp_path / "whole", **options)
     whole = contents(tmp_path / "whole")
     operation, stopped, resumed = 0, True, 0
     while stopped:
-        operation += 5 if kind == "files" else 7
+        operation += 3
         out = tmp_path / f"out{operation}"
         with monkeypatch.context() as patch:
             stop_at(patch, operation)
@@ -164,28 +169,12 @@ def test_stopped_at_any_disk_operation(
             with pytest.raises(UserError, match=r"not finished|no prepared data"):
                 TokenDataset.open(out)
         state = out / "preparation.json"
-        resumed += state.exists() and json.loads(state.read_text())["source"] is not None
+        resumed += state.exists() and bool(json.loads(state.read_text())["splits"])
         prepare(source, out, **options)
         assert contents(out) == whole, f"stopped at operation {operation}"
         shutil.rmtree(out)
     assert operation > 30
     assert resumed > 2
-
-
-class SeldomResumable:
-    """A source that can go on after every 13th document only, as hub data sets do."""
-
-    name = "seldom"
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def describe(self) -> dict[str, Any]:
-        return self.source.describe()
-
-    def documents(self, state: State = None) -> Iterator[Document]:
-        for number, document in enumerate(self.source.documents(state), 1):
-            yield document._replace(state=document.state if number % 13 == 0 else None)
 
 
 def test_unfinished_with_other_settings(
@@ -290,13 +279,14 @@ def test_command_line(
     assert "vocabulary 300, uint16, written in" in printed
     main(command)
     assert "already there" in capsys.readouterr().out
+    shard = tmp_path / "out" / "train-00000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(UserError, match=r"train-00000\.bin: corrupt"):
+        main(command)
     main([str(text), f"{out}2", "--vocab-size", "300", "--validation-fraction", "0"])
     assert "no validation text: add --validation SOURCE" in capsys.readouterr().out
     with pytest.raises(UserError, match="give either --tokenizer PATH_OR_HUB_ID or --vocab-size N"):
         main([str(text), out])
-    for part, parts in (("0", "0"), ("3", "1"), ("-1", "2")):
-        with pytest.raises(UserError, match=f"--part {part} of --parts {parts}: there is at least"):
-            main([*command, "--part", part, "--parts", parts])
     for name in (out, "x" * 5000):
         with pytest.raises(UserError, match="File name too long"):
             main(["x" * 5000, name, "--vocab-size", "300"])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sparse_bitnet.cli.arguments import OutArgument, Positional, command
-from sparse_bitnet.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -45,17 +44,12 @@ class SourceConfig:
     """Fraction of the documents (of pieces, if they are few and long) held out for validation, chosen by
     hash. Default: 0.03 for Python files, 0.01 for local documents, 0.0005 for a hub data set."""
 
-    limit_documents: int | None = None
-    """Stop after this many documents of SOURCE, or pieces if long documents are cut into them."""
-
     limit_bytes: int | None = None
     """Stop after this many bytes of text of SOURCE."""
 
     near_duplicates: bool = True
     """Put near-duplicate documents on the same side of the split; with --validation, skip those of SOURCE
-    that are near duplicates of it. Hub data sets and --parts are read only once: at the end, held-out
-    documents with over 1 % of their text in the training text are removed instead, except those of
-    --validation."""
+    that are near duplicates of it. Not for hub data sets, which are read only once."""
 
 
 @command("prepare")
@@ -65,12 +59,10 @@ def main(
     tokenizer: TokenizerConfig,
     text: SourceConfig,
     shard_tokens: int = 1 << 27,
-    parts: int = 1,
-    part: int = 0,
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
-    After an interruption, the same command resumes. In a finished folder it does nothing.
+    After an interruption, the same command resumes. In a finished folder it verifies.
 
     Args:
         source: text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
@@ -78,37 +70,18 @@ def main(
             or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: folder to write.
         shard_tokens: Number of tokens per shard file.
-        parts: Number of processes that prepare together, on any machines that share OUT. Each runs the
-            same command with another --part and takes its share of the files. The last to finish joins
-            all parts into OUT.
-        part: Number of the part that this process prepares, from 0 to --parts minus 1.
     """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.loader import Windows
     from sparse_bitnet.data.manifest import MANIFEST
-    from sparse_bitnet.data.parts import prepare_part
     from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.shards import TokenDataset
     from sparse_bitnet.data.sources import parse_source
     from sparse_bitnet.training.config import TrainConfig
 
-    if not 0 <= part < parts:
-        raise UserError(
-            f"--part {part} of --parts {parts}: there is at least one, and they are numbered from 0"
-        )
     started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)
-    parsed = parse_source(source, **asdict(text))
     options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
-    if parts > 1:
-        if options.pop("vocab_size") is not None or tokenizer.tokenizer is None:
-            raise UserError("--parts needs --tokenizer: all parts must use the same one")
-        whole = prepare_part(parsed, out, part=part, parts=parts, **options)
-        if whole is None:
-            print(f"{out}: part {part} of {parts} is done, others are not yet")
-            return
-        manifest = whole
-    else:
-        manifest = prepare(parsed, out, **options)
+    manifest = prepare(parse_source(source, **asdict(text)), out, **options)
     for name, split in manifest.splits.items():
         size = split.text_bytes
         shown = f"{size / 1e6:,.2f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"

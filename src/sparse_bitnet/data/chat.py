@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from sparse_bitnet.data.file_source import SkippedRow, check_unicode, missing_column
+from sparse_bitnet.data.file_source import SkippedRow, missing_column
 from sparse_bitnet.errors import UserError, library_errors_as
 
 if TYPE_CHECKING:
@@ -54,13 +54,11 @@ def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
         if not all(isinstance(tool, dict) for tool in tools):
             raise ValueError("column 'tools' is no list of objects")
         whole = {"messages": messages, "tools": tools} if tools else messages
-        conversation = json.dumps(whole, ensure_ascii=False)
+        return json.dumps(whole, ensure_ascii=False)
     except TypeError as error:  # a column of .parquet may hold dates and bytes
         raise SkippedRow(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
     except (ValueError, RecursionError) as error:
         raise SkippedRow(f"{where}: {error}") from error
-    check_unicode(conversation, column, where)
-    return conversation
 
 
 def _from_json(value: Any) -> Any:

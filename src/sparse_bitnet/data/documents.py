@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of every source of text, and the two ways to combine sources."""
+"""Documents of a text, and on which side of the split each is.
+
+A document's split follows from a hash of what it is, never from its position, so that a longer or shorter
+preparation of the same text puts every document on the same side.
+"""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 
-State = Any
-"""A JSON value that only the source which made it understands: where to continue."""
+PIECE_CHARACTERS = 4096
+"""Text that is held out of a long document, at most."""
+
+_SMALLEST_PIECE = 64
+"""Characters, where a tenth of the text is less."""
+
+_HELD_OUT_DOCUMENTS = 10
+"""Number of held-out documents below which, by expectation, pieces of documents are held out instead."""
 
 
 class Document(NamedTuple):
@@ -22,116 +33,72 @@ class Document(NamedTuple):
     """Fraction of the source read so far, None where its size is unknown."""
     skipped: str = ""
     """Why there is no text: a row that is no document, or a file without any."""
-    state: State = None
-    """`TextSource.documents(state)` continues after this document; None: not from here."""
-
-
-class TextSource(Protocol):
-    """Text to prepare. It is read in one pass and a fixed order; both splits come mixed.
-
-    A document's split follows from a hash of what it is, never from its position, so that a longer
-    or shorter preparation of the same text puts every document on the same side.
-    """
-
-    @property
-    def name(self) -> str:
-        """A short name, for messages."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the text as JSON, equal for equal text. The manifest stores it."""
-        ...
-
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """Yield the documents from the beginning, or from after the one that carried `state`.
-
-        Raises `UserError` for text that cannot be read, and where there is none.
-        """
-        ...
-
-
-def numbered(documents: Iterable[Document], state: State) -> Iterator[Document]:
-    """Yield the documents after the first `state`, each with its number as its state: reading the others
-    again takes a small part of the time that tokenising them took."""
-    for number, document in enumerate(documents, 1):
-        if number > (state or 0):
-            yield document._replace(state=number)
 
 
 def uniform_hash(content: bytes) -> float:
-    """A number in [0, 1) that is fixed by the content; below a fraction means validation."""
+    """Return a number in [0, 1) that is fixed by the content; below a fraction means validation."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest()) / 2**48
 
 
 def split_of(content: bytes, validation_fraction: float) -> str:
-    """The split of the document with this content (or this path, where that identifies it)."""
+    """Return the split of the document with this content (or this path, where that identifies it)."""
     return VALIDATION if uniform_hash(content) < validation_fraction else TRAIN
 
 
-@dataclass(frozen=True, kw_only=True)
-class LimitedSource:
-    """The first part of a source: at most this many documents, and this many bytes of text.
+def pieces_of_few(
+    texts: Callable[[], Iterator[str]], fraction: float, *, whole: bool
+) -> tuple[float, int] | None:
+    """Return the number below which the hash of a held-out piece lies, and its most characters.
 
-    The document that reaches `bytes` is the last one; it is not cut.
+    Args:
+        texts: yields the documents, again at each call.
+        fraction: of the text that is for validation.
+        whole: documents cannot be cut: each is a piece, and one that is longer is not held out.
+
+    Returns None where documents are so many that whole ones are held out.
     """
-
-    source: TextSource
-    documents_limit: int | None = None
-    bytes_limit: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the source."""
-        return self.source.name
-
-    def describe(self) -> dict[str, Any]:
-        """Return the source's description, with these limits."""
-        return {
-            **self.source.describe(),
-            "limit_documents": self.documents_limit,
-            "limit_bytes": self.bytes_limit,
-        }
-
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """Those of the source up to the first limit."""
-        inner, count, size = state or (None, 0, 0)
-        documents_limit = self.documents_limit or float("inf")
-        bytes_limit = self.bytes_limit or float("inf")
-        if count >= documents_limit or size >= bytes_limit:
-            return
-        for document in self.source.documents(inner):
-            count += not document.skipped
-            size += len(document.text.encode())
-            position = None if document.state is None else [document.state, count, size]
-            parts = [document.progress or 0.0, count / documents_limit, size / bytes_limit]
-            yield document._replace(state=position, progress=min(1.0, max(parts)))
-            if count >= documents_limit or size >= bytes_limit:
-                return
+    if not fraction:
+        return None
+    many = math.ceil(min(_HELD_OUT_DOCUMENTS / fraction, 1e18))
+    lengths = [len(text) for text in itertools.islice(texts(), many)]
+    if len(lengths) == many:
+        return None
+    # Most of a small text is for training.
+    size = sum(lengths) // 2
+    if not whole:
+        if size < _SMALLEST_PIECE:
+            return 0.0, PIECE_CHARACTERS
+        size = min(PIECE_CHARACTERS, max(_SMALLEST_PIECE, sum(lengths) // 10))
+    cut = itertools.chain.from_iterable(pieces(text, size) for text in texts())
+    smallest, length, seen = 1.0, 0, 0
+    for piece in texts() if whole else cut:
+        place = uniform_hash(piece.encode()) if len(piece) <= size else 1.0
+        if place <= smallest:  # the same text may stand there again
+            length = len(piece) + (length if place == smallest else 0)
+            smallest = place
+        seen += len(piece)
+        if smallest < fraction and 2 * length <= seen:
+            return fraction, size
+    has_room = smallest < 1 and 2 * length <= seen
+    return math.nextafter(smallest, 1.0) if has_room else 0.0, size
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedSource:
-    """Training text of one source and validation text of another, whatever their own splits say."""
+def pieces(text: str, size: int) -> Iterator[str]:
+    """Yield pieces of at most `size` characters that end with a paragraph, a line or a word, or where
+    nothing else is left."""
+    start = 0
+    while len(text) - start > size:
+        end = start + size
+        for mark in ("\n\n", "\n", " "):
+            if (last := text.rfind(mark, start + size // 2, end)) > 0:
+                end = last + len(mark)
+                break
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
-    train: TextSource
-    validation: TextSource
 
-    @property
-    def name(self) -> str:
-        """Both names."""
-        return f"{self.train.name}; validation: {self.validation.name}"
-
-    def describe(self) -> dict[str, Any]:
-        """Both descriptions."""
-        return {"train": self.train.describe(), "validation": self.validation.describe()}
-
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """All of `train` as training text, then all of `validation`."""
-        part, inner = state or (0, None)
-        sources = (self.train, self.validation)
-        for number in range(part, len(sources)):
-            for document in sources[number].documents(inner if number == part else None):
-                position = None if document.state is None else [number, document.state]
-                # The sizes of the two are not comparable: only the long one has a time left.
-                progress = document.progress if number == 0 else None
-                yield document._replace(split=SPLITS[number], state=position, progress=progress)
+def skipped_line(count: int, first: str) -> str:
+    """Say how many rows and files were skipped, and why the first was; "" for none."""
+    rows = "rows or files" if count > 1 else "row or file"
+    return f"{count:,} {rows} skipped, the first: {first}" if count else ""

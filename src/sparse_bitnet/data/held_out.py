@@ -3,26 +3,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.data.chat import IDS, check_conversation, check_template, encode
-from sparse_bitnet.data.file_source import FileSource, skipped_line
-from sparse_bitnet.data.preparation import batches
+from sparse_bitnet.data.chat import IDS, check_conversation, check_template
+from sparse_bitnet.data.documents import skipped_line
+from sparse_bitnet.data.file_source import FileSource, check_text
+from sparse_bitnet.data.preparation import batches, encoder
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.data.tokenizer import text_backend, tokenised, vocabulary_size
+from sparse_bitnet.data.tokenizer import vocabulary_size
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.progress import say
 
-
-class TokenSequence(Protocol):
-    """A one-dimensional array of token ids: a numpy array or a `TokenDataset`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any) -> np.ndarray: ...
+TokenSequence = TokenDataset | np.ndarray
+"""Token ids, of which slices are arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +25,15 @@ class HeldOutText:
     """A text as the tokens of one tokenizer."""
 
     name: str
-    tokens: TokenSequence | np.ndarray
+    tokens: TokenSequence
     text_bytes: int | None
     vocab_size: int
     chat: np.ndarray | None = None
     """The tokens of conversations as they are stored (`data.chat`); None for other text."""
 
-    def first(self, most: int) -> tuple[TokenSequence | np.ndarray, int | None]:
-        """The tokens, and the bytes of their text: all for 0, or this many scored ones and the one before
-        them, whose bytes are not known."""
+    def first(self, most: int) -> tuple[TokenSequence, int | None]:
+        """Return the tokens and the bytes of their text: all for 0, or this many scored ones and the one
+        before them, whose bytes are not known."""
         if 0 < most < len(self.tokens):
             return self.tokens[: most + 1], None
         return self.tokens, self.text_bytes
@@ -55,7 +50,7 @@ class HeldOutText:
 def read_held_out(
     data: str | Path, checkpoint: str, *, column: str | None = None, chat: bool = False
 ) -> HeldOutText:
-    """The validation split of a prepared folder, or files tokenised for the checkpoint.
+    """Return the validation split of a prepared folder, or files tokenised for the checkpoint.
 
     Args:
         data: folder written by `sparse-bitnet prepare`, or a file or glob of a kind that it reads, all
@@ -72,66 +67,44 @@ def read_held_out(
         if chat and text.chat is None:
             raise UserError(f"{data} holds text, not conversations: leave out --chat")
         return text
-    if chat:
-        return _conversations(str(data), checkpoint, column or "messages")
-    source = FileSource.matching([str(data)], column=column or "text", validation_fraction=0.0)
+    column = column or ("messages" if chat else "text")
+    check = check_conversation if chat else check_text
+    source = FileSource.matching([str(data)], column=column, check=check, validation_fraction=0.0)
     tokenizer = load_tokenizer(checkpoint)
-    backend = text_backend(tokenizer)
-    pieces, skipped = list[np.ndarray](), list[str]()
-    text_bytes = 0
+    if chat:
+        check_template(tokenizer)
+    encode = encoder(tokenizer, np.dtype(np.uint32), chat)
+    encoded, skipped, text_bytes = list[np.ndarray](), list[str](), 0
     for batch in batches(source.documents()):
-        skipped += [document.skipped for document in batch if document.skipped]
-        texts = [document.text for document in batch if not document.skipped]
-        pieces += tokenised(backend, texts, tokenizer.eos_token_id, np.dtype(np.uint32))
-        text_bytes += sum(len(text.encode()) for text in texts)
-    if skipped:
-        say(skipped_line(len(skipped), skipped[0]))
+        for document, tokens in zip(batch, encode(batch), strict=True):
+            if isinstance(tokens, str):
+                skipped.append(tokens)
+            else:
+                encoded.append(tokens)
+                text_bytes += len(document.text.encode())
+    reasons = skipped_line(len(skipped), skipped[0]) if skipped else ""
+    if not encoded:
+        raise UserError(f"{data}: no conversation to score; {reasons}")
+    if reasons:
+        say(reasons)
+    stored = np.concatenate(encoded)
     return HeldOutText(
         name=str(data),
-        tokens=np.concatenate(pieces),
-        text_bytes=text_bytes,
+        tokens=stored & IDS if chat else stored,
+        text_bytes=None if chat else text_bytes,
         vocab_size=vocabulary_size(tokenizer),
-    )
-
-
-def _conversations(data: str, checkpoint: str, column: str) -> HeldOutText:
-    source = FileSource.matching(
-        [data], column=column, check=check_conversation, validation_fraction=0.0
-    )
-    tokenizer = load_tokenizer(checkpoint)
-    check_template(tokenizer)
-    stored, skipped = list[np.ndarray](), list[str]()
-    for document in source.documents():
-        try:
-            if document.skipped:
-                raise UserError(document.skipped)
-            stored.append(encode(tokenizer, document.text))
-        except UserError as error:
-            skipped.append(str(error))
-    if not stored:
-        raise UserError(
-            f"{data}: no conversation to score; {skipped_line(len(skipped), skipped[0])}"
-        )
-    if skipped:
-        say(skipped_line(len(skipped), skipped[0]))
-    return _of_chat(data, np.concatenate(stored), vocabulary_size(tokenizer))
-
-
-def _of_chat(name: str, stored: np.ndarray, vocab_size: int) -> HeldOutText:
-    return HeldOutText(
-        name=name, tokens=stored & IDS, text_bytes=None, vocab_size=vocab_size, chat=stored
+        chat=stored if chat else None,
     )
 
 
 def _prepared(folder: Path, checkpoint: str) -> HeldOutText:
     dataset = TokenDataset.open(folder, "validation")
     dataset.check_tokenizer(Path(checkpoint), checkpoint)
-    name = f"{folder} (validation)"
-    if dataset.is_chat:
-        return _of_chat(name, dataset.stored(slice(None)), dataset.vocab_size)
+    stored = dataset.stored(slice(None)) if dataset.is_chat else None
     return HeldOutText(
-        name=name,
-        tokens=dataset,
-        text_bytes=dataset.manifest.splits["validation"].text_bytes,
+        name=f"{folder} (validation)",
+        tokens=dataset if stored is None else stored & IDS,
+        text_bytes=None if dataset.is_chat else dataset.manifest.splits["validation"].text_bytes,
         vocab_size=dataset.vocab_size,
+        chat=stored,
     )

@@ -146,9 +146,8 @@ class TokenLoader:
             seed: of the shuffling.
             rank, world_size: which part of each batch this loader returns.
 
-        Raises:
-            UserError: the data is shorter than one window, or `batch_size` is not a multiple of
-                `world_size`.
+        Raises `UserError` for data shorter than one window, and for a batch that does not divide over the
+        ranks.
         """
         if sequence_length < 1 or batch_size < 1:
             raise UserError(
@@ -164,83 +163,65 @@ class TokenLoader:
                 f"{sequence_length + 1:,}; prepare more text or shorten the sequences"
             )
         assert 0 <= rank < world_size
-        self.dataset = dataset
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self.dataset, self.sequence_length, self.batch_size = dataset, sequence_length, batch_size
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.cut = Windows(dataset, sequence_length)
         self.windows = len(self.cut)
 
     def batch(self, step: int) -> "tuple[torch.Tensor, ...]":
-        """`(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length]; of conversations
-        also the positions.
+        """Return `(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length]; of
+        conversations also the positions.
 
         `labels[i, t]` is the token after `input_ids[i, t]`: already shifted, unlike the labels that
         transformers models take.
         """
         import torch
 
-        found = self.cut.batch(self.windows_of(step))
-        return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in found)
+        arrays = self.cut.batch(self.windows_of(step))
+        return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in arrays)
 
     def learnt(self, step: int) -> int:
-        """Predictions of a step that count, over all ranks together; 0 where no answer is in it."""
+        """Return how many predictions of a step count, over all ranks together; 0 where no answer is."""
         if not self.dataset.is_chat:
             return self.batch_size * self.sequence_length
-        windows = [self._windows(step, rank)[1] for rank in range(self.world_size)]
-        return self.cut.learnt(np.concatenate(windows))
+        return self.cut.learnt(self._windows(step * self.batch_size, self.batch_size))
 
     def windows_of(self, step: int) -> np.ndarray:
         """Return the indices of the windows in the rank's batch, int64 [batch_size / world_size]."""
-        return self._windows(step)[1]
+        size = self.batch_size // self.world_size
+        return self._windows(step * self.batch_size + self.rank * size, size)
 
     def identity(self, step: int) -> dict[str, Any]:
         """Describe the rank's batch as JSON, for messages: window w starts at token w * length."""
-        epochs, windows = self._windows(step)
         return {
             "data": str(self.dataset.folder),
             "split": self.dataset.split,
             "step": step,
             "rank": self.rank,
-            "epoch": int(epochs[0]),
             "sequence_length": self.sequence_length,
-            "windows": windows.tolist(),
+            "windows": self.windows_of(step).tolist(),
         }
 
-    def _windows(self, step: int, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        assert step >= 0
-        size = self.batch_size // self.world_size
-        first = step * self.batch_size + (self.rank if rank is None else rank) * size
-        epochs, positions = np.divmod(np.arange(first, first + size), self.windows)
+    def _windows(self, first: int, count: int) -> np.ndarray:
+        assert first >= 0
+        epochs, positions = np.divmod(np.arange(first, first + count), self.windows)
         windows = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
             windows[chosen] = permuted(positions[chosen], self.windows, seed=self.seed, epoch=epoch)
-        return epochs, windows
+        return windows
 
 
 def permuted(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The images of some positions under the permutation of range(size) that seed and epoch choose.
-
-    Args:
-        positions: integers in [0, size), one dimension.
-
-    Returns:
-        int64, as long as `positions`.
-    """
-    keys = _round_keys(seed, epoch)
+    """Return the images of some positions, integers in [0, size), under the permutation of range(size)
+    that seed and epoch choose; int64, as long as `positions`."""
+    digest = hashlib.blake2b(f"window order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS)
+    keys = np.frombuffer(digest.digest(), "<u8").astype(np.uint64)
     half = max(_SMALLEST_HALF, (max(size - 1, 1).bit_length() + 1) // 2)
     images = _feistel(positions.astype(np.uint64), half, keys)
     while (outside := images >= size).any():
         images[outside] = _feistel(images[outside], half, keys)
     return images.astype(np.int64)
-
-
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    digest = hashlib.blake2b(f"window order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS)
-    return np.frombuffer(digest.digest(), "<u8").astype(np.uint64)
 
 
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:

@@ -4,59 +4,44 @@
     manifest.json                        what the data is; written last: its presence means "complete"
     train-00000.bin, train-00001.bin ... token ids, little endian and nothing else: uint16 where the
     validation-00000.bin ...             vocabulary has at most 65,536 tokens, uint32 above
-    held-out-00000.bin ...               instead of the latter where some are left out (`near_duplicates`)
     tokenizer/                           the tokenizer, as transformers saves it
-    .verified.json                       which shards' checksums were right; without it all are checked
     preparation.json, *.partial          only while the preparation is under way (`preparation`)
 
 All shards of a split but the last hold the same number of tokens. Documents follow one another, each
-ended by the end token, and may go on in the next shard. Checksums are CRC-32 of the whole file. Tokens
+ended by the end token, and may continue in the next shard. Checksums are CRC-32 of the whole file. Tokens
 of conversations are uint32 with two flags above the id (`chat`), and end as their template has it.
 
-Of text prepared in parts (`parts`) each part is such a folder, part-00003-of-00016, inside this one,
-whose own manifest names all their shards; the last shard of each part is then a shorter one.
-
-**Damage is noticed on opening.** A shard's size is compared with the manifest at every opening. Its
-checksum is too, unless `.verified.json` says that this very file (same size, same time of change in
-ns) was right before; `prepare` writes that record. Data up to 256 MB is checked at every opening all
-the same, in about 0.1 s. So 100 GB open at once, and are read through (1 to 3 GB/s a core) only after
-they were copied or changed.
+**Damage is noticed on opening.** A shard's size is always compared with the manifest; checksums are for
+data of up to 10 GB, in seconds. `prepare`, run again on a finished folder, compares those of any size.
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from multiprocessing.pool import ThreadPool
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from sparse_bitnet.checkpoint.model_folder import leads_outside
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32, write_atomic
-from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Progress
 
 MANIFEST = "manifest.json"
 PREPARATION = "preparation.json"
-VERIFIED = ".verified.json"
 TOKENIZER = "tokenizer"
-VERSION: Literal[1] = 1
-ALWAYS_VERIFIED_BYTES = 256_000_000
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 
 _NO_MORE = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_MORE)
 class Shard:
     """One file of tokens."""
-
-    __pydantic_config__: ClassVar = _NO_MORE
 
     file: str
     tokens: Annotated[Count, Field(gt=0)]
@@ -64,11 +49,9 @@ class Shard:
     """Eight hexadecimal digits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_MORE)
 class SplitManifest:
     """The contents of one split."""
-
-    __pydantic_config__: ClassVar = _NO_MORE
 
     documents: Count
     tokens: Count
@@ -84,11 +67,9 @@ class SplitManifest:
             raise ValueError("a shard lies outside of the folder")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_NO_MORE)
 class Overlap:
     """How much of the held-out text stands in the training text, verbatim."""
-
-    __pydantic_config__: ClassVar = _NO_MORE
 
     window_tokens: Count
     windows: Count
@@ -101,28 +82,21 @@ class Overlap:
     documents_in_training: Count
     """Held-out documents of which every window occurs in the training text."""
 
-    left_out: Count = 0
-    """Held-out documents that were taken away for having too many windows in the training text."""
-
     def __str__(self) -> str:
         share = 100 * self.windows_in_training / max(1, self.windows)
-        left_out = f"; {self.left_out:,} others are left out, near training text"
         return (
             f"{share:.2f} % of its {self.window_tokens}-token windows also occur in training, "
             f"{self.documents_in_training} of {self.documents:,} documents whole"
-            f"{left_out if self.left_out else ''}"
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_MORE)
 class Manifest:
     """Content of a folder of prepared data, and how it was made."""
 
-    __pydantic_config__: ClassVar = _NO_MORE
-
     version: Literal[1]
     settings: dict[str, Any]
-    """Settings of the preparation: source, tokenizer, tokens per shard; or "parts", a list of such."""
+    """Settings of the preparation: source, tokenizer, tokens per shard."""
     tokenizer_hash: str
     """`tokenizer.tokenizer_hash` of the tokenizer in the folder `tokenizer/`."""
     vocab_size: Count
@@ -132,29 +106,13 @@ class Manifest:
     overlap: Overlap | None = None
     """Overlap of the held-out text with the training text; None if it is unknown."""
 
-    def __post_init__(self) -> None:
-        parts = self.parts
-        if not (isinstance(parts, list) and parts and all(isinstance(p, dict) for p in parts)):
-            raise ValueError("it has no parts")
-
-    @property
-    def parts(self) -> list[dict[str, Any]]:
-        """The settings of each part; of text that was prepared at once, those alone."""
-        return self.settings.get("parts", [self.settings])
-
     @property
     def is_chat(self) -> bool:
         """Whether the documents are conversations."""
-        return "chat" in self.parts[0]
-
-    @property
-    def shards(self) -> list[Shard]:
-        """Those of all splits."""
-        return [shard for split in self.splits.values() for shard in split.shards]
+        return "chat" in self.settings
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json`, the last step of a preparation, of shards that are as they should be."""
-        _record(folder, {shard.file: _stamp(folder, shard) for shard in self.shards})
+        """Write `manifest.json`, the last step of a preparation."""
         write_atomic(folder / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -185,11 +143,11 @@ class Manifest:
 
 
 def token_dtype(vocab_size: int, is_chat: bool = False) -> np.dtype:
-    """The smallest of little-endian uint16 and uint32 that holds every token id, and a chat's flags."""
+    """Return little-endian uint16 if it holds every token id, else uint32, as for the flags of a chat."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4")
 
 
-def check_size(folder: Path, shard: Shard, dtype: np.dtype) -> None:
+def _check_size(folder: Path, shard: Shard, dtype: np.dtype) -> None:
     """Raise `UserError` where a shard is missing or has another size than its tokens need."""
     path, expected = folder / shard.file, shard.tokens * dtype.itemsize
     if not path.is_file():
@@ -203,53 +161,23 @@ def check_size(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 
 
 def check_shards(
-    folder: Path,
-    shards: Sequence[Shard],
-    dtype: np.dtype,
-    *,
-    checksums: bool = True,
-    again: bool = False,
+    folder: Path, shards: Iterable[Shard], dtype: np.dtype, *, checksums: bool = True
 ) -> None:
-    """Check the sizes of shards and, if asked, the checksums: of all `again`, or of those not known to be
-    right.
+    """Compare shards with the manifest: their sizes and, if asked, their checksums.
 
     Raises `UserError` that names the first one that is missing, truncated or corrupt.
     """
+    shards, done = list(shards), 0
     for shard in shards:
-        check_size(folder, shard, dtype)
-    # Taken first: a file that changes while it is read does not look like the one that was right.
-    stamps = {shard.file: _stamp(folder, shard) for shard in shards}
-    total, done = sum(shard.tokens for shard in shards) * dtype.itemsize, 0
-    known = {} if again or total <= ALWAYS_VERIFIED_BYTES else _recorded(folder)
-    unknown = [shard for shard in shards if known.get(shard.file) != stamps[shard.file]]
-    if not (unknown and checksums):
-        return
-    with Progress() as progress, ThreadPool(min(4, available_cores())) as pool:
+        _check_size(folder, shard, dtype)
+    total = sum(shard.tokens for shard in shards) * dtype.itemsize
+    with Progress() as progress:
         line = progress.line(f"checking {folder}", "MB", 1e6)
-        computed = pool.imap(file_crc32, [folder / shard.file for shard in unknown])
-        for shard, checksum in zip(unknown, computed, strict=True):
-            if shard.crc32 != f"{checksum:08x}":
+        for shard in shards if checksums else ():
+            if shard.crc32 != (checksum := f"{file_crc32(folder / shard.file):08x}"):
                 raise UserError(
-                    f"{folder / shard.file}: corrupt (checksum {checksum:08x}, expected {shard.crc32}); "
+                    f"{folder / shard.file}: corrupt (checksum {checksum}, expected {shard.crc32}); "
                     "copy this file again or prepare the data again"
                 )
             done += shard.tokens * dtype.itemsize
             line(done, total)
-    _record(folder, stamps)
-
-
-def _stamp(folder: Path, shard: Shard) -> list[int | str]:
-    status = (folder / shard.file).stat()
-    return [status.st_size, status.st_mtime_ns, shard.crc32]
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        return dict(json.loads((folder / VERIFIED).read_bytes()))
-    return {}
-
-
-def _record(folder: Path, stamps: dict[str, list[int | str]]) -> None:
-    # In a folder that cannot be written the next opening verifies again, nothing more.
-    with suppress(UserError):
-        write_atomic(folder / VERIFIED, json.dumps(_recorded(folder) | stamps, indent=2) + "\n")

@@ -20,20 +20,23 @@ from sparse_bitnet.data.manifest import (
     TOKENIZER,
     Manifest,
     Shard,
+    SplitManifest,
     check_shards,
-    check_size,
     token_dtype,
 )
 from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.files import file_crc32
+
+_VERIFIED_BYTES = 10_000_000_000
+"""Larger data would take minutes to read at every opening."""
 
 
 class ShardWriter:
-    """Writes the tokens of one split as shards of `shard_tokens` tokens each.
+    """Writes the documents of one split as shards of `shard_tokens` tokens each.
 
-    A shard is `NAME.partial` until it is full. `checkpoint()` returns a state from which another
-    writer of the same folder continues, whatever was written or renamed after it.
+    A shard is `NAME.partial` until it is full. `state` is as of the last full one: which `shards` there
+    are, how many documents of the split were `seen`, written or skipped, and how many tokens of the next
+    were `begun`. With it, another writer of the same folder continues.
     """
 
     def __init__(
@@ -46,58 +49,63 @@ class ShardWriter:
     ) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shard_tokens = shard_tokens
-        state = state or {"shards": [], "open_tokens": 0, "open_crc32": 0}
+        state = state or {"shards": []}
         self.shards = [Shard(**shard) for shard in state["shards"]]
-        self._open_tokens: int = state["open_tokens"]
-        self._crc32: int = state["open_crc32"]
-        with _writing(self._path):
-            self._roll_back()
-            self._file: BinaryIO = open(self._partial, "ab")
+        self.seen, self.documents, self.text_bytes, self._begun = (
+            state.get(count, 0) for count in ("seen", "documents", "text_bytes", "begun")
+        )
+        self.state = state
+        self._open_tokens = self._crc32 = 0
+        self._file: BinaryIO | None = None
+        names = {shard.file for shard in self.shards}
+        for path in folder.glob(f"{split}-*"):
+            if path.name not in names:  # written after the state
+                path.unlink()
 
     @property
     def tokens(self) -> int:
         """Tokens written so far."""
         return sum(shard.tokens for shard in self.shards) + self._open_tokens
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Add token ids (one dimension, any integer type). Raises `UserError` when the disk is full."""
-        content = np.ascontiguousarray(tokens, self._dtype)
+    def append(self, tokens: np.ndarray, text_bytes: int = 0) -> None:
+        """Add a document: its token ids (one dimension, any integer type), and the bytes of its text.
+
+        Raises `UserError` when the disk is full.
+        """
+        content = np.ascontiguousarray(tokens[self._begun :], self._dtype)
+        self._begun = 0
         while content.size:
             part = content[: self._shard_tokens - self._open_tokens]
             content = content[part.size :]
-            with _writing(self._path):
+            with self._writing():
+                self._file = self._file or open(self._partial, "wb")
                 self._file.write(part.data)
             self._crc32 = zlib_ng.crc32(part.data, self._crc32)
             self._open_tokens += part.size
             if self._open_tokens == self._shard_tokens:
                 self._close_shard()
-                with _writing(self._path):
-                    self._file = open(self._partial, "ab")
+                self.state = {
+                    "shards": [asdict(shard) for shard in self.shards],
+                    "seen": self.seen,
+                    "documents": self.documents,
+                    "text_bytes": self.text_bytes,
+                    "begun": tokens.size - content.size,
+                }
+        self.seen += 1
+        self.documents += 1
+        self.text_bytes += text_bytes
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Bring everything to the disk and return the state, as JSON."""
-        with _writing(self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        return {
-            "shards": [asdict(shard) for shard in self.shards],
-            "open_tokens": self._open_tokens,
-            "open_crc32": self._crc32,
-        }
-
-    def finish(self) -> tuple[Shard, ...]:
-        """Close the last shard; returns all of them."""
+    def finish(self) -> SplitManifest:
+        """Close the last shard and return what was written."""
         if self._open_tokens:
             self._close_shard()
-        else:
-            self.close()
-            self._partial.unlink()
-        return tuple(self.shards)
+        return SplitManifest(self.documents, self.tokens, self.text_bytes, tuple(self.shards))
 
     def close(self) -> None:
-        """Close the file, leaving the last shard open for a writer that continues."""
+        """Close the file of a shard that is not full."""
         with suppress(OSError):  # of tokens that `append` has complained about
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
 
     @property
     def _path(self) -> Path:
@@ -107,36 +115,18 @@ class ShardWriter:
     def _partial(self) -> Path:
         return self._path.with_suffix(".partial")
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return os_errors_as(f"cannot write {self._path}", "the same command resumes")
+
     def _close_shard(self) -> None:
-        with _writing(self._path):
+        assert self._file is not None
+        with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
             os.replace(self._partial, self._path)
         self.shards.append(Shard(self._path.name, self._open_tokens, f"{self._crc32:08x}"))
-        self._open_tokens = self._crc32 = 0
-
-    def _roll_back(self) -> None:
-        """Bring the files back to the state: remove what was written after it."""
-        for shard in self.shards:
-            check_size(self._folder, shard, self._dtype)
-        if self._path.exists():  # completed after the state was written
-            os.replace(self._path, self._partial)
-        kept = {shard.file for shard in self.shards} | {self._partial.name}
-        for path in self._folder.glob(f"{self._split}-*"):
-            if path.suffix in (".bin", ".partial") and path.name not in kept:
-                path.unlink()
-        self._partial.touch()
-        os.truncate(self._partial, self._open_tokens * self._dtype.itemsize)
-        if file_crc32(self._partial) != self._crc32:
-            raise UserError(
-                f"{self._partial}: damaged since the preparation stopped; remove {self._folder} and "
-                "prepare again"
-            )
-
-
-def _writing(path: Path) -> AbstractContextManager[None]:
-    return os_errors_as(f"cannot write {path}", "the same command resumes from here")
+        self._file, self._open_tokens, self._crc32 = None, 0, 0
 
 
 class TokenDataset:
@@ -162,11 +152,7 @@ class TokenDataset:
 
     @classmethod
     def open(
-        cls,
-        folder: str | os.PathLike[str],
-        split: str = "train",
-        *,
-        verify: bool = True,
+        cls, folder: str | os.PathLike[str], split: str = "train", *, verify: bool = True
     ) -> "TokenDataset":
         """Open a split and check its shards.
 
@@ -186,12 +172,9 @@ class TokenDataset:
             hint = "; prepare with --validation or a larger --validation-fraction"
             raise UserError(f"{folder}: no {split} text{hint if split == 'validation' else ''}")
         dataset = cls(folder, split, manifest)
+        verify = verify and len(dataset) * dataset.dtype.itemsize <= _VERIFIED_BYTES
         check_shards(folder, dataset.shards, dataset.dtype, checksums=verify)
         return dataset
-
-    def verify(self) -> None:
-        """Compare every shard with its checksum. Raises `UserError` naming a corrupt one."""
-        check_shards(self.folder, self.shards, self.dtype, again=True)
 
     def check_vocab(self, model_vocab_size: int) -> None:
         """Raise `UserError` where the data holds token ids that the model's embedding does not."""

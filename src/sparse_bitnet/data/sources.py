@@ -5,33 +5,25 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparse_bitnet.data.chat import check_conversation
-from sparse_bitnet.data.documents import (
-    TRAIN,
-    Document,
-    LimitedSource,
-    PairedSource,
-    State,
-    TextSource,
-    numbered,
-    split_of,
-)
+from sparse_bitnet.data.documents import TRAIN, VALIDATION, Document, split_of
 from sparse_bitnet.data.file_source import (
     Check,
     FileSource,
-    NoColumn,
-    SkippedRow,
+    Row,
     check_text,
+    checked,
     filled,
     missing_column,
 )
-from sparse_bitnet.data.near_duplicates import SeparatedSource
+from sparse_bitnet.data.near_duplicates import regrouped
 from sparse_bitnet.errors import UserError, reason_of
 
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -40,34 +32,92 @@ _SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
 _GENERATED = ("/stringprep.py", "/html/entities.py")
 
 
+@dataclass(kw_only=True)
+class TextSource:
+    """Text to prepare: one source, or one for training and one for validation.
+
+    It is read in a fixed order, and both splits come mixed.
+    """
+
+    train: "Source"
+    validation: "Source | None" = None
+    """Source of the validation text; None: the part that `train` holds out."""
+
+    limit_bytes: int | None = None
+    """The document of `train` that reaches this much text is its last one; it is not cut."""
+
+    grouped: bool = False
+    """Near-duplicates do not lie on both sides of the split (`near_duplicates`)."""
+
+    _moved: dict[int, str | None] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The name of the sources, for messages."""
+        names = [each.name for each in (self.train, self.validation) if each is not None]
+        return "; validation: ".join(names)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the text as JSON, equal for equal text. The manifest stores it."""
+        text = self.train.describe()
+        if self.limit_bytes is not None:
+            text["limit_bytes"] = self.limit_bytes
+        if self.validation is not None:
+            text = {"train": text, "validation": self.validation.describe()}
+        return {**text, "near_duplicates": "grouped"} if self.grouped else text
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents; every call yields the same ones.
+
+        Raises `UserError` for text that cannot be read, and where there is none.
+        """
+        moved = self.regroup()
+        for number, document in enumerate(self._documents()):
+            if (side := moved.get(number, document.split)) is not None:
+                yield document._replace(split=side)
+
+    def regroup(self, on_bytes: Callable[[int], None] = lambda size: None) -> dict[int, str | None]:
+        """Return `near_duplicates.regrouped` of the text, which the first call reads for that."""
+        if self._moved is None:
+            self._moved = {}
+            if self.grouped:
+                paired = self.validation is not None
+                self._moved = regrouped(self._documents(), keep_held_out=paired, on_bytes=on_bytes)
+        return self._moved
+
+    def _documents(self) -> Iterator[Document]:
+        size, limit = 0, self.limit_bytes or float("inf")
+        for document in self.train.documents():
+            size += len(document.text.encode())
+            progress = document.progress
+            if self.limit_bytes is not None:
+                progress = max(progress or 0.0, min(1.0, size / limit))
+            split = TRAIN if self.validation is not None else document.split
+            yield document._replace(split=split, progress=progress)
+            if size >= limit:
+                break
+        if self.validation is not None:
+            # The sizes of the two are not comparable: only the long one has a remaining time.
+            for document in self.validation.documents():
+                yield document._replace(split=VALIDATION, progress=None)
+
+
 def parse_source(
     spec: str,
     *,
     column: str | None = None,
     validation: str | None = None,
     validation_fraction: float | None = None,
-    limit_documents: int | None = None,
     limit_bytes: int | None = None,
     near_duplicates: bool = True,
     chat: bool = False,
 ) -> TextSource:
-    """The source that a command line names.
+    """Return the text that a command line names: the options of `sparse-bitnet prepare`.
 
     `spec` is "python-stdlib"; "python-packages"; a path, glob or folder, or several separated by
     commas; or "hub:OWNER/NAME[/CONFIG][@SPLIT]".
 
-    Args:
-        column: of the text in .jsonl, .parquet and hub data sets; default "text".
-        validation: another source, whose documents are the validation text.
-        validation_fraction: of the documents, by hash; default 0.03 for Python files, 0.01 for
-            local files, 0.0005 for hub data sets.
-        limit_documents, limit_bytes: stop after this many; `validation` is not limited.
-        near_duplicates: keep documents that are nearly the same on one side of the split
-            (`near_duplicates.SeparatedSource`).
-        chat: the column, "messages" if not given, holds conversations, which become documents of JSON.
-
-    Raises:
-        UserError: for a name that matches nothing, an empty or unknown file, and contradictions.
+    Raises `UserError` for a name that matches nothing, an empty or unknown file, and contradictions.
     """
     if validation is not None and validation_fraction is not None:
         raise UserError("give --validation or --validation-fraction, not both")
@@ -75,74 +125,38 @@ def parse_source(
         raise UserError(
             f"validation fraction {validation_fraction} is not in [0, 1): 0.01 means one percent"
         )
-    for what, limit in (("documents", limit_documents), ("bytes", limit_bytes)):
-        if limit is not None and limit < 1:
-            raise UserError(f"a limit of {limit} {what} leaves nothing to prepare")
+    if limit_bytes is not None and limit_bytes < 1:
+        raise UserError(f"a limit of {limit_bytes} bytes leaves nothing to prepare")
     named = [each for each in (spec, validation) if each is not None]
     python = [each for each in named if each in ("python-stdlib", "python-packages")]
     if python and (chat or (column and python == named)):
         raise UserError(f"{python[0]} has no columns; leave out {'--chat' if chat else '--column'}")
     if chat and column is None:
         column = "messages"
-    source = _parse(spec, column, 0.0 if validation is not None else validation_fraction, chat)
-    if limit_documents is not None or limit_bytes is not None:
-        source = LimitedSource(
-            source=source, documents_limit=limit_documents, bytes_limit=limit_bytes
-        )
-    if validation is not None:
-        source = PairedSource(train=source, validation=_parse(validation, column, 0.0, chat))
-    return _separated(source, afterwards=spec.startswith("hub:")) if near_duplicates else source
+    held_out = None if validation is None else _parse(validation, column, 0.0, chat)
+    return TextSource(
+        train=_parse(spec, column, validation_fraction if held_out is None else 0.0, chat),
+        validation=held_out,
+        limit_bytes=limit_bytes,
+        grouped=near_duplicates and not spec.startswith("hub:"),
+    )
 
 
 def _parse(
     spec: str, column: str | None, validation_fraction: float | None, chat: bool
-) -> TextSource:
+) -> "Source":
     options: dict[str, Any] = {}
     if validation_fraction is not None:
         options["validation_fraction"] = validation_fraction
-    paths = sysconfig.get_paths()
-    if spec == "python-stdlib":
-        return PythonSource(name=spec, roots=(Path(paths["stdlib"]),), **options)
-    if spec == "python-packages":
-        roots = dict.fromkeys(Path(paths[key]).resolve() for key in ("purelib", "platlib"))
+    if spec in ("python-stdlib", "python-packages"):
+        keys = ("stdlib",) if spec == "python-stdlib" else ("purelib", "platlib")
+        roots = dict.fromkeys(Path(sysconfig.get_path(key)).resolve() for key in keys)
         return PythonSource(name=spec, roots=tuple(roots), **options)
     if column is not None:
         options.update(column=column, check=check_conversation if chat else check_text)
     if spec.startswith("hub:"):
         return HubSource.parse(spec.removeprefix("hub:"), **options)
     return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
-
-
-def _separated(source: TextSource, *, afterwards: bool) -> TextSource:
-    """Without near-duplicates on both sides; a text that the user gave to be held out stays whole."""
-    if afterwards and isinstance(source, PairedSource):
-        return source
-    return SeparatedSource(source=source, afterwards=afterwards)
-
-
-def part_of(source: TextSource, part: int, parts: int) -> TextSource:
-    """One of `parts` disjoint parts of a source, which together are all of it.
-
-    Files are dealt out in turn, those of a hub data set too; a separate validation source goes to the
-    first part. Near-duplicates are looked for when the parts are joined. Raises `UserError` for a source
-    that has fewer files than parts, or no files.
-    """
-    if isinstance(source, SeparatedSource):
-        return _separated(part_of(source.source, part, parts), afterwards=True)
-    if isinstance(source, PairedSource):
-        train = part_of(source.train, part, parts)
-        return replace(source, train=train) if part == 0 else train
-    if isinstance(source, HubSource):
-        return replace(source, part=part, parts=parts)
-    if isinstance(source, LimitedSource):
-        raise UserError(
-            "limits of documents or bytes are those of a whole text: no parts with them"
-        )
-    if not isinstance(source, FileSource):
-        raise UserError(f"{source.name} cannot be prepared in parts: give files or a hub data set")
-    if len(source.paths) < parts:
-        raise UserError(f"{source.name}: {len(source.paths)} files do not make {parts} parts")
-    return replace(source, paths=source.paths[part::parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,77 +177,67 @@ class PythonSource:
     validation_fraction: float = 0.03
 
     def describe(self) -> dict[str, Any]:
-        """Version, number, size and content of the files: what identifies the text."""
-        content = hashlib.blake2b(digest_size=16)
-        for file in self._files:
-            content.update(file.content_hash)
+        """Return version, number, size and content of the files: what identifies the text."""
         return {
             "kind": self.name,
             "python": ".".join(map(str, sys.version_info[:3])),
             "files": len(self._files),
-            "bytes": sum(file.size for file in self._files),
-            "content": content.hexdigest(),
+            "bytes": sum(len(text.encode()) for text in self._files),
+            "content": hashlib.blake2b(
+                b"".join(map(_digest, self._files)), digest_size=16
+            ).hexdigest(),
             "validation_fraction": self.validation_fraction,
         }
 
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """A document a file, from the file after `state`."""
-        return numbered(self._documents(), state)
-
-    def _documents(self) -> Iterator[Document]:
-        read, total = 0, sum(file.size for file in self._files)
-        for file in self._files:
-            read += file.size
-            split = split_of(file.relative.encode(), self.validation_fraction)
-            yield Document(file.text, split, read / total)
+    def documents(self) -> Iterator[Document]:
+        """Yield a document a file."""
+        read, total = 0, sum(map(len, self._files))
+        for text, relative in self._files.items():
+            read += len(text)
+            split = split_of(relative.encode(), self.validation_fraction)
+            yield Document(text, split, read / total)
 
     @cached_property
-    def _files(self) -> list["_PythonFile"]:
-        files = []
-        for root in self.roots:
-            for path in _python_paths(root):
-                if text := _python_text(path):
-                    content, relative = text.encode(), path.relative_to(root).as_posix()
-                    # Salted, so that the order says nothing about the split: unsalted, the smallest
-                    # hashes would be both the first files and the validation files.
-                    order = hashlib.blake2b(relative.encode(), digest_size=16, salt=b"order")
-                    digest = hashlib.blake2b(content, digest_size=16).digest()
-                    files.append(_PythonFile(order.digest(), digest, relative, text, len(content)))
-        if not files:
+    def _files(self) -> dict[str, str]:
+        """Texts in their order, and the path of each below its root."""
+
+        def order(file: tuple[str, str]) -> tuple[bytes, bytes]:
+            # Salted, so that the order says nothing about the split: unsalted, the smallest hashes
+            # would be both the first files and the validation files.
+            return _digest(file[0], salt=b"order"), _digest(file[1])
+
+        unique: dict[str, str] = {}
+        for relative, text in sorted(
+            chain.from_iterable(map(_python_files, self.roots)), key=order
+        ):
+            unique.setdefault(text, relative)
+        if not unique:
             folders = ", ".join(map(str, self.roots))
             raise UserError(f"{self.name}: no Python source files under {folders}")
-        unique: dict[bytes, _PythonFile] = {}
-        for file in sorted(files):
-            unique.setdefault(file.content_hash, file)
-        return list(unique.values())
+        return unique
 
 
-class _PythonFile(NamedTuple):
-    order: bytes
-    content_hash: bytes
-    relative: str
-    text: str
-    size: int
+def _digest(text: str, salt: bytes = b"") -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
 
 
-def _python_paths(root: Path) -> Iterator[Path]:
+def _python_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the path below `root` and the text of each file."""
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(
-            name for name in folders if name not in _SKIPPED_FOLDERS and name[:7] != "config-"
-        )
-        for name in sorted(names):
-            path = Path(folder, name)
-            generated = path.as_posix().endswith(_GENERATED) or name.startswith("_sysconfigdata")
-            if name.endswith(".py") and not generated:
-                yield path
-
-
-def _python_text(path: Path) -> str | None:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (UnicodeDecodeError, OSError):
-        return None
-    return None if "\0" in text else text.replace("\r\n", "\n")
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS and not name.startswith("config-")
+        ]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            if path.as_posix().endswith(_GENERATED) or path.name.startswith("_sysconfigdata"):
+                continue
+            try:
+                text = path.read_bytes().decode("utf-8-sig")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text and "\0" not in text:
+                yield path.relative_to(root).as_posix(), text.replace("\r\n", "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,12 +253,10 @@ class HubSource:
     column: str = "text"
     check: Check = check_text
     validation_fraction: float = 0.0005
-    part: int = 0
-    parts: int = 1
 
     @classmethod
     def parse(cls, spec: str, **options: Any) -> "HubSource":
-        """`OWNER/NAME[/CONFIG][@SPLIT]`, or the path of a local folder."""
+        """Parse `OWNER/NAME[/CONFIG][@SPLIT]`, or the path of a local folder."""
         if os.path.isdir(spec):
             return cls(name=spec, **options)
         path, _, split = spec.partition("@")
@@ -265,7 +267,7 @@ class HubSource:
         return cls(name="/".join(parts[:2]), config=config, split=split or "train", **options)
 
     def describe(self) -> dict[str, Any]:
-        """The data set and the options that identify the text."""
+        """Return the data set and the options that identify the text."""
         return {
             "kind": "hub",
             "name": self.name,
@@ -273,31 +275,15 @@ class HubSource:
             "split": self.split,
             "column": self.column,
             "validation_fraction": self.validation_fraction,
-            **({"part": self.part, "parts": self.parts} if self.parts > 1 else {}),
         }
 
-    def documents(self, state: State = None) -> Iterator[Document]:
-        """Documents as the hub streams them, from `state`."""
-        stream = self._open()
-        if state:
-            stream.load_state_dict(state)
-        has_text, characters, rows = state is not None, 0, iter(stream)
-        while (row := self._next(rows)) is not None:
-            try:
-                text = self.check(filled(row), self.column, self.name)
-            except SkippedRow as reason:
-                if isinstance(reason, NoColumn) and not has_text:
-                    raise  # an option that is wrong for the whole data set
-                yield Document("", TRAIN, None, str(reason))
-                continue
-            if not text:
-                continue
-            has_text, characters, position = True, characters + len(text), None
-            # A state is a few nested dictionaries: cheap for each MB of text, not for each document.
-            if characters >= 1 << 20:
-                position, characters = stream.state_dict(), 0
-            split = split_of(text.encode(), self.validation_fraction)
-            yield Document(text, split, None, state=position)
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents as the hub streams them."""
+        has_text = False
+        for text, _, _, skipped in checked(self._rows(self._open()), self.column, self.check):
+            has_text = has_text or bool(text)
+            split = TRAIN if skipped else split_of(text.encode(), self.validation_fraction)
+            yield Document(text, split, None, skipped)
         if not has_text:
             raise UserError(f"{self.name}: no documents")
 
@@ -316,12 +302,6 @@ class HubSource:
             raise UserError(
                 f"cannot open the hub data set {self.name!r}: {reason_of(error)}"
             ) from error
-        if self.parts > 1:
-            if stream.num_shards < self.parts:
-                raise UserError(
-                    f"{self.name}: {stream.num_shards} files do not make {self.parts} parts"
-                )
-            stream = stream.shard(num_shards=self.parts, index=self.part)
         names = stream.column_names
         if names is None or self.check is not check_text:
             return stream
@@ -329,10 +309,15 @@ class HubSource:
             raise UserError(f"{self.name}: {missing_column(self.column, names)}")
         return stream.select_columns([self.column])
 
-    def _next(self, rows: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+    def _rows(self, stream: Any) -> Iterator[Row]:
         try:
-            return next(rows, None)
+            for values in stream:
+                yield Row(filled(values), self.name, 0)
         except Exception as error:
             raise UserError(
-                f"reading {self.name!r} stopped: {reason_of(error)}; the same command resumes from here"
+                f"reading {self.name!r} stopped: {reason_of(error)}; the same command resumes"
             ) from error
+
+
+Source = FileSource | PythonSource | HubSource
+"""Each has a name, describes its text, and yields documents, of which it holds some out."""
