@@ -33,7 +33,7 @@ class Litespark:
         self._runtime, self._context_length = runtime, context_length
         config = json.loads((Path(folder) / "config.json").read_text())
         shape = read_architecture(config, folder)
-        if not shape.sub_norms:
+        if shape.model_type != "bitnet":
             raise UserError(f"litespark-inference runs BitNet b1.58, not {shape.model_type}")
         random = np.random.default_rng(0)
         codes = [
@@ -68,7 +68,9 @@ class Litespark:
             embed_tokens=None,
             final_norm=ones["hidden"],
             layers=[
-                parts.PackedLayer(*(projection(*shapes[name]) for name in BLOCK_LINEARS), *norms)
+                parts.PackedLayer(
+                    *(projection(*shapes[name]) for name in BLOCK_LINEARS.values()), *norms
+                )
                 for _ in range(shape.layers)
             ],
             embed_int8=embedding,

@@ -16,7 +16,6 @@ from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 from sparse_bitnet.serve.messages import FunctionTool
 from sparse_bitnet.serve.tool_calls import ToolCallReader, syntax_of, tool_grammar
 
@@ -97,16 +96,14 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
                 # The one name that both servers know.
                 body |= {"json_schema": SCHEMA}
                 grammar = Grammar.json_schema(SCHEMA)
-        [made] = generate(
-            opened.engine,
-            [prompt],
-            GenerateOptions(max_new_tokens=wanted, sampling=SamplingOptions(temperature=0)),
-            tokenizer=opened.tokenizer,
-            end_tokens=opened.end_tokens,
+        generation = opened.continue_tokens(
+            prompt,
+            wanted,
+            sampling=SamplingOptions(temperature=0),
             form=None if grammar is None else grammars.start(grammar),
             is_start="messages" in body,
         )
-        text, finish = made.text, made.finish_reason
+        text, finish = generation.text, generation.finish_reason
         if reader is not None:
             pieces = reader.feed(text) + reader.end()
             text = "".join(
@@ -115,6 +112,6 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             )
             finish = "tool_calls" if finish == "stop" and reader.calls else finish
         path = "chat/completions" if "messages" in body else "completions"
-        jobs.append(Job(path, body, prompt, text, len(made.tokens), str(finish)))
+        jobs.append(Job(path, body, prompt, text, len(generation.tokens), str(finish)))
     opened.engine.close()
     return jobs

@@ -21,7 +21,7 @@ from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.generation.text_batches import GenerateOptions, generate
+from sparse_bitnet.generation.text_batches import generate
 
 
 def follow(engine: Engine, text: list[int]) -> None:
@@ -47,7 +47,6 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
     compute = engine._compute
     follow(engine, prompt + text)
     prefixes = PrefixCache(1)
-    options = GenerateOptions(max_new_tokens=len(text), sampling=SamplingOptions(temperature=0))
     guesses = Speculation(engine)
     best: dict = {"without": {}, "with": {}}
     for _ in range(turns):
@@ -56,7 +55,8 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
             (result,) = generate(
                 engine,
                 [prompt],
-                options,
+                len(text),
+                sampling=SamplingOptions(temperature=0),
                 tokenizer=tokenizer,
                 prefixes=prefixes,
                 speculation=speculation,

@@ -17,10 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparse_bitnet import convert_, save_pretrained
 from sparse_bitnet.cli.main import main as sparse_bitnet
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.generation.conversation import Conversation
+from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.text_batches import GenerateOptions
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
@@ -54,10 +53,11 @@ def main(steps: int = 150) -> str:
             f"--out {folder}/run --steps {steps} --batch-size 8 --sequence-length 64 --threads 1".split()
         )
         sparse_bitnet(f"pack {folder}/run {folder}/packed".split())
-        options = GenerateOptions(max_new_tokens=12, sampling=SamplingOptions(temperature=0))
-        chat = Conversation(folder / "packed", EngineOptions(engine="cpu"), options)
+        greedy = SamplingOptions(temperature=0)
+        model = open_model(folder / "packed")
+        chat = Conversation(model, sampling=greedy, max_tokens=12)
         answer = chat.answer("2 and 3", on_text=str).text
-        chat.model.engine.close()
+        model.engine.close()
     print(f"2 and 3? {answer}")
     return answer
 

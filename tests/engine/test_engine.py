@@ -322,7 +322,7 @@ def test_limits_and_misuse(qwen: Path) -> None:
         ({"context_length": 257}, "--context-length 257: .* 1 to 256 tokens"),
         ({"context_length": 0}, "--context-length 0"),
         ({"cache_tokens": 0}, "--cache-tokens 0: must be at least 1"),
-        ({"cache_tokens": 2**40}, "--cache-tokens 1099511627776: at most"),
+        ({"cache_tokens": 2**40}, "cache_tokens is outside 1"),
         ({"isa": "sse9"}, "sse9"),
     ],
 )
@@ -389,19 +389,16 @@ def test_threads_take_turns_and_closing_waits_for_them(qwen: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
-def test_the_child_of_a_fork_is_refused_while_the_parent_computes(qwen: Path) -> None:
+def test_the_child_of_a_fork_is_refused(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=2)
     sequence = engine.new_sequence()
-    with engine.turn():
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            try:
-                sequence.close()
-                engine.close()
-                engine.forward([(sequence, [1])])
-            except ValueError as error:
-                os._exit(0 if "before this process was forked" in str(error) else 2)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            engine.forward([(sequence, [1])])
+        except RuntimeError as error:
+            os._exit(0 if "load it after the fork" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     engine.forward([(sequence, [1])])

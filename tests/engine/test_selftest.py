@@ -55,7 +55,7 @@ def plan_of(folder: Path, kv_cache: str) -> str:
     words += [*place("model.norm.weight"), shape.layers]
     for layer in range(shape.layers):
         block = f"model.layers.{layer}."
-        for linear in BLOCK_LINEARS:
+        for linear in BLOCK_LINEARS.values():
             packed = f"{block}{linear}.weight_packed"
             words += [*place(packed), *model.metadata.layers[f"{block}{linear}"], crc32(packed)]
             words += place(f"{block}{linear}.weight_scale")

@@ -9,10 +9,10 @@ from small_models import CHAT_TEMPLATE, write_models
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.conversation import ChatTemplate, Conversation
+from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.text_batches import GenerateOptions
 
-OPTIONS = GenerateOptions(max_new_tokens=6, sampling=SamplingOptions(temperature=0))
+GREEDY = SamplingOptions(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -20,30 +20,34 @@ def folder(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("models"), chat_template=CHAT_TEMPLATE) / "trained"
 
 
+@pytest.fixture(scope="module")
+def model(folder):
+    model = open_model(folder)
+    yield model
+    model.engine.close()
+
+
 @pytest.fixture
-def conversation(folder):
-    conversation = Conversation(folder, EngineOptions(), OPTIONS, system="Few words.")
-    yield conversation
-    conversation.close()
-    assert not conversation.model.engine.sequences
+def conversation(model):
+    return Conversation(model, sampling=GREEDY, max_tokens=6, system="Few words.")
 
 
-def ask(conversation, message, **named):
+def ask(conversation, message):
     pieces = []
-    result = conversation.answer(message, on_text=pieces.append, **named)
+    result = conversation.answer(message, on_text=pieces.append)
     assert "".join(pieces) == result.text
     return result
 
 
-def test_earlier_turns_are_part_of_the_prompt_and_not_computed_again(conversation, folder):
+def test_earlier_turns_are_part_of_the_prompt_and_not_computed_again(conversation, model):
     first = ask(conversation, "some words")
     second = ask(conversation, "and more")
     assert [message["role"] for message in conversation.messages] == [
         *("system", "user", "assistant", "user", "assistant")
     ]
     assert conversation.messages[2]["content"] == first.text
-    prompt = ChatTemplate.load(folder).render(conversation.messages[:4])
-    tokens = conversation.model.tokenizer.encode(prompt, add_special_tokens=False)
+    prompt = ChatTemplate.load(model.folder).render(conversation.messages[:4])
+    tokens = model.tokenizer.encode(prompt, add_special_tokens=False)
     assert second.prompt_tokens == len(tokens)
     assert second.cached_tokens >= first.prompt_tokens - 1
 
@@ -57,38 +61,43 @@ def test_reset_forgets_all_but_the_instructions(conversation):
     assert again.cached_tokens == again.prompt_tokens - 1
 
 
-def test_a_cancelled_answer_stays_as_far_as_it_came(conversation):
+def test_an_answer_that_ctrl_c_stops_stays_as_far_as_it_came(conversation):
     seen = []
-    result = conversation.answer(
-        "some words", on_text=seen.append, is_cancelled=lambda: len(seen) == 2
-    )
-    assert result.finish_reason == "cancelled"
+
+    def interrupted(piece):
+        seen.append(piece)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        conversation.answer("some words", on_text=interrupted)
     assert conversation.messages[-1] == {"role": "assistant", "content": "".join(seen)}
     ask(conversation, "more")
 
 
 def test_answers_end_where_the_context_does(folder):
-    options = GenerateOptions(max_new_tokens=500, sampling=OPTIONS.sampling)
-    conversation = Conversation(folder, EngineOptions(context_length=40), options)
-    found = ask(conversation, "w")
-    assert found.finish_reason == "length"
-    assert len(found.tokens) + found.prompt_tokens == 40
+    model = open_model(folder, EngineOptions(context_length=40))
+    conversation = Conversation(model, sampling=GREEDY, max_tokens=500)
+    answer = ask(conversation, "w")
+    assert answer.finish_reason == "length"
+    assert len(answer.tokens) + answer.prompt_tokens == 40
     before = list(conversation.messages)
     with pytest.raises(UserError, match="the context holds 40: start over, or write less"):
         ask(conversation, "too much")
     assert conversation.messages == before
-    conversation.close()
+    model.engine.close()
 
 
 def test_a_run_has_the_template_of_its_final_model(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "final")
     (tmp_path / "config.json").write_text('{"sequence_length": 128}')
-    conversation = Conversation(tmp_path, EngineOptions(), OPTIONS)
-    ask(conversation, "some words")
-    conversation.close()
+    model = open_model(tmp_path)
+    ask(Conversation(model, max_tokens=6), "some words")
+    model.engine.close()
 
 
 def test_a_model_without_template_is_refused(tmp_path):
-    folder = write_models(tmp_path) / "trained"
+    model = open_model(write_models(tmp_path) / "trained")
     with pytest.raises(UserError, match="no chat template"):
-        Conversation(folder, EngineOptions(), OPTIONS)
+        Conversation(model, max_tokens=6)
+    model.engine.close()

@@ -15,7 +15,6 @@ from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import (
-    Observer,
     QueueFull,
     Scheduler,
     Stopping,
@@ -106,15 +105,6 @@ def test_many_generations_get_their_own_tokens(sink):
         assert generated(generation) == greedy(request.prompt, request.max_tokens, VOCAB)
         assert sink.texts[generation] == "".join(f"{token} " for token in generated(generation))
         assert generation.finish_reason == "length"
-
-
-class Pauses(Observer):
-    """Counts how often a sequence had to give its pages back."""
-
-    count = 0
-
-    def preempted(self):
-        self.count += 1
 
 
 def test_long_prompt_does_not_hold_up_the_others(sink):
@@ -359,13 +349,15 @@ def test_run_raises_what_a_generation_fails_with(sink):
 
 @pytest.mark.parametrize(("ahead", "paused"), [(64, True), (None, False)])
 def test_with_room_for_all_that_they_become_none_is_paused(sink, ahead, paused):
-    pauses = Pauses()
     engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
     prompts = random_prompts(6, 60)
-    scheduler = Scheduler(engine, room_ahead=ahead, observer=pauses)
+    scheduler = Scheduler(engine)
+    scheduler._room_ahead = ahead
+    pauses = 0
     for generation in scheduler.run([sink.request(prompt, 200) for prompt in prompts]):
         assert generation.tokens == greedy(generation.request.prompt, 200, VOCAB)
-    assert bool(pauses.count) == paused
+        pauses += generation.pauses
+    assert bool(pauses) == paused
 
 
 def test_scores_name_lower_tokens_of_ties_first_and_are_numbers_that_json_has():

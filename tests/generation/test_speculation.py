@@ -160,11 +160,12 @@ def test_many_streams_are_left_alone(request_of):
     assert done.guessed_tokens == 0
 
 
-def test_a_full_cache_and_a_paused_text(request_of):
+def test_a_full_cache_and_a_paused_text(request_of, monkeypatch):
     requests = [request_of([place, 2, 3], 100) for place in range(4)]
     expected = [texts_of(engine_of(), [request])[0][0] for request in requests]
     engine = engine_of(cache_tokens=5 * 64)
-    found, done = texts_of(engine, requests, speculation(engine), room_ahead=1)
+    monkeypatch.setattr(Scheduler, "_room_ahead", 1)
+    found, done = texts_of(engine, requests, speculation(engine))
     assert found == expected
     assert done.accepted_tokens > 0
 
@@ -211,8 +212,8 @@ def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys
     assert "accepted" in texts[2].err
     for more, words in (
         (["--draft", str(other)], "its tokenizer is not that of the model"),
-        (["--draft", str(tmp_path)], "not a packed model"),
-        (["--draft", str(tmp_path / "none")], "none: there is no such folder"),
+        (["--draft", str(tmp_path)], "--draft: .*neither a run folder"),
+        (["--draft", str(tmp_path / "none")], "--draft: no such checkpoint"),
         (["--draft", str(draft), "--engine", "transformers"], "--draft is an option of the CPU"),
         (["--draft", str(draft), "--speculative-tokens", "0"], "leave out"),
         (["--speculative-tokens", "64"], "0 to 63"),

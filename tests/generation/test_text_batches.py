@@ -16,7 +16,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.generation.text_batches import GenerateOptions, generate
+from sparse_bitnet.generation.text_batches import generate
 
 GREEDY = SamplingOptions(temperature=0)
 PROMPTS = [[5, 17, 3], [90], [41, 8, 8, 60, 22, 1, 33, 70], [5, 17, 9, 9]]
@@ -57,11 +57,8 @@ class Counting(TransformersEngine):
 
 
 def run(engine, prompts, tokenizer, **named):
-    options = {
-        name: named.pop(name) for name in ("max_new_tokens", "sampling", "stop") if name in named
-    }
-    options = GenerateOptions(**({"max_new_tokens": 12, "sampling": GREEDY} | options))
-    return generate(engine, prompts, options, tokenizer=tokenizer, **named)
+    options = {"max_tokens": 12, "sampling": GREEDY} | named
+    return generate(engine, prompts, options.pop("max_tokens"), tokenizer=tokenizer, **options)
 
 
 def tokens_of(result):
@@ -69,7 +66,7 @@ def tokens_of(result):
 
 
 def test_greedy_text_is_that_of_transformers(engine, model, tokenizer):
-    found = run(engine, PROMPTS, tokenizer, max_new_tokens=40)
+    found = run(engine, PROMPTS, tokenizer, max_tokens=40)
     for prompt, text in zip(PROMPTS, found, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert text.tokens == expected[0, len(prompt) :].tolist()
@@ -93,7 +90,7 @@ def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
     (whole,) = run(engine, [PROMPTS[2]], tokenizer)
     end = whole.tokens[4]
     first = whole.tokens.index(end)
-    (text,) = run(engine, [PROMPTS[2]], tokenizer, end_tokens=frozenset({end}))
+    (text,) = run(engine, [PROMPTS[2]], tokenizer, stop_tokens=frozenset({end}))
     assert text.finish_reason == "stop"
     assert text.tokens == whole.tokens[: first + 1]
     assert text.text == tokenizer.decode(whole.tokens[:first])
@@ -119,39 +116,27 @@ def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer)
     assert text.text == tokenizer.decode(whole.tokens[:first])
 
 
-def test_long_prompts_are_computed_in_pieces_and_can_be_cancelled(model, tokenizer):
+def test_long_prompts_are_computed_in_pieces(model, tokenizer):
     engine = Counting(model)
     prompt = np.random.default_rng(0).integers(1, 270, 480).tolist()
-    asked = []
-    found = run(
-        engine,
-        [prompt[200::-1][:200], prompt],
-        tokenizer,
-        is_cancelled=lambda: len(asked) >= 1 or asked.append(1),
-    )
-    assert engine.computed == [[200, 312]]
-    assert [text.finish_reason for text in found] == ["cancelled", "cancelled"]
-    assert [len(text.tokens) for text in found] == [1, 0]
-    found = run(engine, [prompt], tokenizer)
-    assert found[0].finish_reason == "length"
+    texts = run(engine, [prompt[200::-1][:200], prompt], tokenizer)
+    assert engine.computed[0] == [200, 312]
+    assert [text.finish_reason for text in texts] == ["length", "length"]
     engine.close()
 
 
-def test_a_cancelled_text_keeps_what_it_has(engine, tokenizer):
-    seen = []
-    prefixes = PrefixCache()
-    (text,) = run(
-        engine,
-        [PROMPTS[0]],
-        tokenizer,
-        prefixes=prefixes,
-        on_token=lambda *token: seen.append(token),
-        is_cancelled=lambda: len(seen) == 5,
-    )
-    assert text.finish_reason == "cancelled"
-    assert len(text.tokens) == 5
-    assert text.text == "".join(piece for _, _, piece in seen)
-    assert len(prefixes) == 1
+def test_ctrl_c_leaves_the_sequences_of_earlier_calls(engine, tokenizer):
+    prefixes, seen = PrefixCache(), []
+    run(engine, [PROMPTS[2]], tokenizer, prefixes=prefixes)
+
+    def interrupted(piece):
+        seen.append(piece)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, [PROMPTS[0]], tokenizer, prefixes=prefixes, on_text=interrupted)
+    assert len(engine.sequences) == len(prefixes) == 1
     prefixes.clear()
 
 
@@ -175,18 +160,19 @@ def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer)
     [
         ([], 1, UserError, "prompt is empty"),
         ([270], 1, UserError, "token 270 is outside the model's vocabulary of 270"),
-        ([1] * 512, 1, ContextFull, "the context holds 512: shorten"),
-        ([1] * 500, 13, ContextFull, "at most 12 new tokens"),
+        ([1] * 512, 1, ContextFull, "the context holds 512: ask"),
+        ([1] * 500, 13, ContextFull, "ask for fewer, or shorten"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(engine, tokenizer, prompt, new, error, words):
     with pytest.raises(error, match=words):
-        run(engine, [[1], prompt], tokenizer, max_new_tokens=new)
+        run(engine, [[1], prompt], tokenizer, max_tokens=new)
     assert engine.computed == []
 
 
-def test_options_are_checked():
-    with pytest.raises(UserError, match="max_new_tokens=0"):
-        GenerateOptions(max_new_tokens=0)
+def test_options_are_checked(engine, tokenizer):
+    with pytest.raises(UserError, match="max_tokens=0"):
+        run(engine, [[1]], tokenizer, max_tokens=0)
     with pytest.raises(UserError, match="stop string is empty"):
-        GenerateOptions(stop=("",))
+        run(engine, [[1]], tokenizer, stop=("",))
+    assert engine.computed == []

@@ -2,9 +2,7 @@
 """`sparse-bitnet generate` and `sparse-bitnet chat`: texts of any checkpoint, as they are computed."""
 
 import contextlib
-import signal
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from sparse_bitnet.generation.open_model import OpenModel
     from sparse_bitnet.generation.request import Generation
     from sparse_bitnet.generation.speculation import Speculation
-    from sparse_bitnet.generation.text_batches import GenerateOptions
 
 HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -50,11 +47,11 @@ class TextOptions(SamplingOptions):
     grammar_file: str | None = None
     """Structured output: grammar file that the text follows, llama.cpp's GBNF or llguidance's Lark."""
 
-    def generate_options(self, max_new_tokens: int) -> "GenerateOptions":
-        """Return these options as those of a call of `generate`."""
-        from sparse_bitnet.generation.text_batches import GenerateOptions
-
-        return GenerateOptions(max_new_tokens=max_new_tokens, stop=self.stop, sampling=self)
+    def __post_init__(self) -> None:
+        """Raise `UserError` that names the option."""
+        super().__post_init__()
+        if not all(self.stop):
+            raise UserError("--stop is empty, which would end every text: leave it out")
 
     def grammar(self) -> "Grammar | None":
         """The grammar that the text has to satisfy, if any. Raises `UserError` for two, or a bad one."""
@@ -111,13 +108,12 @@ class SpeculationOptions:
 
 
 def _open_draft(folder: str, model: "OpenModel", engine: EngineOptions) -> "InferenceEngine":
-    from sparse_bitnet.generation.open_model import is_packed, open_model
+    from sparse_bitnet.generation.open_model import open_model
 
-    if not Path(folder).exists():
-        raise UserError(f"--draft {folder}: there is no such folder")
-    if not is_packed(folder):
-        raise UserError(f"--draft {folder}: not a packed model; `sparse-bitnet pack` makes one")
-    draft = open_model(folder, replace(engine, engine="cpu", context_length=None))
+    try:
+        draft = open_model(folder, replace(engine, engine="cpu", context_length=None))
+    except UserError as error:
+        raise UserError(f"--draft: {error}") from error
     if draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
         draft.engine.close()
         raise UserError(
@@ -172,38 +168,37 @@ def main(
         speculation: limits of the draft tokens.
         engine: the engine that computes the text.
     """
-    from sparse_bitnet.generation.open_model import open_model
-
     check_least(config, max_tokens=1)
-    options, grammar = text.generate_options(config.max_tokens), text.grammar()
+    grammar = text.grammar()
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("give either --prompt or --prompt-file")
-    model = open_model(checkpoint, engine)
-    from sparse_bitnet.generation.text_batches import generate
+    from sparse_bitnet.generation.open_model import open_model
 
-    if model.note:
-        print(f"through transformers: {model.note}", file=sys.stderr)
+    model = open_model(checkpoint, engine)
     guesses = speculation.open(model, engine)
     form = None if grammar is None else model.grammars().start(grammar)
     prompt = config.read_prompt()
     tokens = model.first_tokens(prompt)
     print(prompt, end="", flush=True)
     try:
-        (written,) = generate(
-            model.engine,
-            [tokens],
-            options,
-            tokenizer=model.tokenizer,
-            end_tokens=model.end_tokens,
+        written = model.continue_tokens(
+            tokens,
+            config.max_tokens,
+            sampling=text,
+            stop=text.stop,
             form=form,
             speculation=guesses,
-            on_token=lambda number, token, piece: print(piece, end="", flush=True),
+            on_text=_show,
         )
     finally:
         print()  # what goes wrong is said on a line of its own
     if config.stats:
         _print_statistics(written, model.engine_name)
     model.engine.close()
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
 
 
 def _read_text(option: str, path: str) -> str:
@@ -261,16 +256,22 @@ def chat(
         speculation: limits of the draft tokens.
         engine: the engine that computes the answers.
     """
-    from sparse_bitnet.generation.conversation import Conversation
-
     check_least(config, max_tokens=1)
-    options, grammar = text.generate_options(config.max_tokens), text.grammar()
-    conversation = Conversation(checkpoint, engine, options, system=config.system, grammar=grammar)
-    is_terminal = sys.stdin.isatty()
-    with contextlib.closing(conversation):
-        conversation.speculation = speculation.open(conversation.model, engine)
-        if conversation.model.note:
-            print(f"through transformers: {conversation.model.note}", file=sys.stderr)
+    grammar = text.grammar()
+    from sparse_bitnet.generation.conversation import Conversation
+    from sparse_bitnet.generation.open_model import open_model
+
+    model, is_terminal = open_model(checkpoint, engine), sys.stdin.isatty()
+    with contextlib.closing(model.engine):
+        conversation = Conversation(
+            model,
+            max_tokens=config.max_tokens,
+            system=config.system,
+            sampling=text,
+            speculation=speculation.open(model, engine),
+            stop=text.stop,
+            form=None if grammar is None else model.grammars().start(grammar),
+        )
         if is_terminal:
             print(HELP)
         while (line := _next_line(is_terminal)) not in (None, "/exit"):
@@ -279,7 +280,7 @@ def chat(
             elif line and line.startswith("/"):
                 print(f"{line.split()[0]} is unknown: {HELP}", file=sys.stderr)
             elif line:
-                _answer(conversation, line, config)
+                _answer(conversation, line, config, model.engine_name)
 
 
 def _next_line(is_terminal: bool) -> str | None:
@@ -299,36 +300,22 @@ def _next_line(is_terminal: bool) -> str | None:
             print(f"\n{HELP}")
 
 
-def _answer(conversation: "Conversation", line: str, config: ChatConfig) -> None:
+def _answer(conversation: "Conversation", line: str, config: ChatConfig, engine_name: str) -> None:
     """Print the answer to a line. One that cannot be had, as of a chat that the template refuses, is an
     error on a line, and the conversation continues."""
     from sparse_bitnet.engine.protocol import ContextFull
 
-    with _interrupt_flag() as is_interrupted:
-        try:
-            text = conversation.answer(
-                line,
-                on_text=lambda piece: print(piece, end="", flush=True),
-                is_cancelled=is_interrupted,
-            )
-        except UserError as error:
-            hint = " (/reset starts over)" if isinstance(error, ContextFull) else ""
-            print(f"sparse-bitnet: {error}{hint}", file=sys.stderr)
-            return
-    endings = {"cancelled": " [stopped]", "length": " [cut off: --max-tokens]"}
-    if len(text.tokens) < config.max_tokens:
-        endings["length"] = " [cut off: the context is full, /reset starts over]"
-    print(endings.get(text.finish_reason or "", ""))
-    if config.stats:
-        _print_statistics(text, conversation.model.engine_name)
-
-
-@contextlib.contextmanager
-def _interrupt_flag() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C only makes the yielded function say yes."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
+        text = conversation.answer(line, on_text=_show)
+    except KeyboardInterrupt:
+        print(" [stopped]")
+        return
+    except UserError as error:
+        hint = " (/reset starts over)" if isinstance(error, ContextFull) else ""
+        print(f"sparse-bitnet: {error}{hint}", file=sys.stderr)
+        return
+    is_full = len(text.tokens) < config.max_tokens
+    limit = "the context is full, /reset starts over" if is_full else "--max-tokens"
+    print(f" [cut off: {limit}]" if text.finish_reason == "length" else "")
+    if config.stats:
+        _print_statistics(text, engine_name)

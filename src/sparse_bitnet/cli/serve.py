@@ -135,7 +135,7 @@ def main(
         name = config.model_name or Path(checkpoint).resolve().name or "model"
         name = os.fsencode(name).decode(errors="replace")
         key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
-        notes = [f"transformers instead of the CPU engine: {opened.note}"] if opened.note else []
+        notes = []
         template = pooling = None
         try:
             template = ChatTemplate.load(opened.folder)

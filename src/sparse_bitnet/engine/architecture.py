@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     windows_of,
 )
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
-from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.errors import EngineLacks, UserError, library_errors_as
 
 MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN)
 """transformers' `model_type` of the families that the engine computes."""
@@ -35,32 +35,28 @@ _MOST_HIDDEN = 1 << 17
 """The largest hidden size: sums over an output head of int8 then fit into 32 bits (csrc/matmul.h)."""
 
 _HEAD_NORMS = {
-    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-    GEMMA3: ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    **dict.fromkeys(("qwen3", GEMMA3), ("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
     HUNYUAN: ("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
 }
+"""Norms of queries and keys by their names in the block; Hunyuan's are of rotated ones."""
 
-BLOCK_LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-"""The linears of a block in the order in which the decoder takes them."""
+BLOCK_LINEARS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""The linears of a block in the decoder's order: name in csrc/decoder.h -> name in the block."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary embedding of one model."""
+class Rope(NamedTuple):
+    """Rotary embedding: inverse frequencies, float32 [head_dim / 2], and a factor of cosine and sine."""
 
     inverse_frequencies: np.ndarray
-    """float32 [head_dim / 2]."""
-
     scaling: float
-    """Multiplies cosine and sine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +80,6 @@ class Architecture:
     """The output head is the embedding."""
     qkv_bias: bool
     o_bias: bool
-    sub_norms: bool
-    """Norms before o_proj and down_proj (BitNet b1.58)."""
-    head_norms: tuple[str, ...]
-    """Norms of queries and keys (Qwen3, Gemma 3, Hunyuan), by their names in the block; empty: none."""
-    norms_rotated: bool
-    """Those are of queries and keys that are rotated already (Hunyuan)."""
-    out_norms: bool
-    """Norms of what attention and feed-forward part add to the residual (Gemma 3)."""
     linear_norms: bool
     """Norms of the input of each linear, without offset (BitNet-embedding)."""
     norm_offset: float
@@ -109,45 +97,46 @@ class Architecture:
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Name in the block -> (out_features, in_features)."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        of_keys = (keys, self.hidden)
         shapes = (
             (queries, self.hidden),
-            (keys, self.hidden),
-            (keys, self.hidden),
+            of_keys,
+            of_keys,
             (self.hidden, queries),
-            (self.intermediate, self.hidden),
-            (self.intermediate, self.hidden),
-            (self.hidden, self.intermediate),
+            inner,
+            inner,
+            outer,
         )
-        return dict(zip(BLOCK_LINEARS, shapes, strict=True))
+        return dict(zip(BLOCK_LINEARS.values(), shapes, strict=True))
 
     def vectors(self) -> dict[str, tuple[str, int]]:
         """Norms and biases of a block: name in csrc/decoder.h -> (name in the block, length).
 
         What normalises the input of q, k, v, gate or up alone is the decoder's `q_linear_norm` and so on.
         """
-        shapes = self.linear_shapes()
-        q, k, v, o, gate, up, down = BLOCK_LINEARS
-        before, behind = "post_attention_norm", "attention_out_norm"
+        shapes = {key: self.linear_shapes()[name] for key, name in BLOCK_LINEARS.items()}
         named = {"input_norm": ("input_layernorm.weight", self.hidden)}
-        of_attention = behind if self.out_norms else before
-        named[of_attention] = ("post_attention_layernorm.weight", self.hidden)
-        if self.out_norms:
-            named[before] = ("pre_feedforward_layernorm.weight", self.hidden)
+        behind_attention = ("post_attention_layernorm.weight", self.hidden)
+        if self.model_type == GEMMA3:
+            # Gemma also normalises what attention and feed-forward part add to the residual.
+            named["attention_out_norm"] = behind_attention
+            named["post_attention_norm"] = ("pre_feedforward_layernorm.weight", self.hidden)
             named["ffn_out_norm"] = ("post_feedforward_layernorm.weight", self.hidden)
-        biased = {"q": q, "k": k, "v": v} if self.qkv_bias else {}
-        for letter, name in (biased | ({"o": o} if self.o_bias else {})).items():
-            named[f"{letter}_bias"] = (f"{name}.bias", shapes[name][0])
-        if self.sub_norms:
-            named["attention_sub_norm"] = ("self_attn.attn_sub_norm.weight", shapes[o][1])
-            named["ffn_sub_norm"] = ("mlp.ffn_sub_norm.weight", shapes[down][1])
+        else:
+            named["post_attention_norm"] = behind_attention
+        for key in (*("qkv" if self.qkv_bias else ""), *("o" if self.o_bias else "")):
+            named[f"{key}_bias"] = (f"{BLOCK_LINEARS[key]}.bias", shapes[key][0])
+        if self.model_type == "bitnet":
+            named["attention_sub_norm"] = ("self_attn.attn_sub_norm.weight", shapes["o"][1])
+            named["ffn_sub_norm"] = ("mlp.ffn_sub_norm.weight", shapes["down"][1])
         if self.linear_norms:
-            own = [f"{letter}_linear_norm" for letter in ("q", "k", "v", "gate", "up")]
-            keys = dict(zip((q, k, v, gate, up), own, strict=True))
-            keys |= {o: "attention_sub_norm", down: "ffn_sub_norm"}
-            named |= {
-                keys[name]: (f"{name}.norm.weight", shapes[name][1]) for name in BLOCK_LINEARS
-            }
-        for key, name in zip(("q_norm", "k_norm"), self.head_norms, strict=False):
+            sub_norms = {"o": "attention_sub_norm", "down": "ffn_sub_norm"}
+            for key, name in BLOCK_LINEARS.items():
+                norm = sub_norms.get(key, f"{key}_linear_norm")
+                named[norm] = (f"{name}.norm.weight", shapes[key][1])
+        names = _HEAD_NORMS.get(self.model_type, ())
+        for key, name in zip(("q_norm", "k_norm"), names, strict=False):
             named[key] = (name, self.head_dim)
         return named
 
@@ -159,8 +148,6 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     sizes that are missing or make no model.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise UserError(f"{where}: model_type is {model_type!r}, not a name")
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise EngineLacks(
@@ -172,13 +159,8 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     hidden = fields.size("hidden_size", most=_MOST_HIDDEN)
     kv_heads = fields.size("num_key_value_heads", heads)
     head_dim = fields.size("head_dim", head_size(config), most=_MOST_HEAD_DIM)
-    shared = heads // kv_heads
-    if (
-        heads % kv_heads
-        or shared > _MOST_SHARED
-        or head_dim % 2
-        or heads * head_dim > _MOST_FEATURES
-    ):
+    is_odd = heads % kv_heads or head_dim % 2
+    if is_odd or heads // kv_heads > _MOST_SHARED or heads * head_dim > _MOST_FEATURES:
         raise UserError(
             f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
         )
@@ -200,10 +182,6 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         ties_head=bool(config.get("tie_word_embeddings", is_gemma)),
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=model_type != "qwen2" and attention_bias,
-        sub_norms=model_type == "bitnet",
-        head_norms=_HEAD_NORMS.get(model_type, ()),
-        norms_rotated=model_type == HUNYUAN,
-        out_norms=is_gemma,
         linear_norms=bool(config.get(LINEAR_NORMS)),
         norm_offset=1.0 if is_gemma else 0.0,
         query_scale=float(np.float32(1) / np.sqrt(np.float32(scores))),
@@ -220,30 +198,32 @@ def _activation(config: dict[str, Any]) -> Any:
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
-    """Raise for what changes a forward and is not computed here."""
-    reason = None
+    """Raise `EngineLacks` for what changes a forward and is not computed here."""
     model_type, activation = config["model_type"], _activation(config)
-    if not isinstance(activation, str):
-        raise UserError(f"{where}: hidden_act is {activation!r}, not a name")
-    layer_types = config.get("layer_types")
+    epsilon, in_linears = config.get("rms_norm_eps"), config.get(LINEAR_NORMS)
+    layer_types, setting = config.get("layer_types"), unread_setting(config)
     kinds = layer_types if isinstance(layer_types, list) else []
-    if activation not in ACTIVATIONS:
-        reason = f"activation {activation!r}"
-    elif (own := config.get(LINEAR_NORMS)) and own != config.get("rms_norm_eps"):
-        reason = f"norms of two epsilons ({own!r} in linears, {config.get('rms_norm_eps')!r})"
-    elif own and model_type == "bitnet":
-        reason = "two norms before one linear"
-    elif config.get("mlp_bias"):
-        reason = "biases in the feed-forward part"
-    elif setting := unread_setting(config):
-        reason = f"counterpart of {setting} in config.json"
-    elif any(kind not in (FULL, WINDOWED) for kind in kinds):
-        reason = "layers but those with full or sliding attention"
-    elif model_type == GEMMA3:
-        names = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-        reason = next((name for name in names if config.get(name)), None)
-    if reason is not None:
-        raise _lacks(where, reason)
+    lacks = {
+        f"activation {activation!r}": activation not in tuple(ACTIVATIONS),
+        f"norms of two epsilons ({in_linears!r} in linears, {epsilon!r})": (
+            in_linears and in_linears != epsilon
+        ),
+        "two norms before one linear": in_linears and model_type == "bitnet",
+        "biases in the feed-forward part": config.get("mlp_bias"),
+        f"counterpart of {setting} in config.json": setting,
+        "layers but those with full or sliding attention": any(
+            kind not in (FULL, WINDOWED) for kind in kinds
+        ),
+    }
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
+        lacks[name] = model_type == GEMMA3 and config.get(name)
+    for what, is_set in lacks.items():
+        if is_set:
+            raise _lacks(where, what)
 
 
 def _lacks(where: str, what: str) -> EngineLacks:
@@ -251,7 +231,7 @@ def _lacks(where: str, what: str) -> EngineLacks:
 
 
 def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool = False) -> Rope:
-    """Rope of a config.json; `local`: of its layers with a window.
+    """Return the rope of a config.json; `local`: of its layers with a window.
 
     Raises `UserError`, beginning with `where`, for kinds that are not computed and for missing numbers.
     """
@@ -262,18 +242,12 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool 
     numbers = Fields(fields, f"{where}: rope parameter ")
     if numbers.optional("partial_rotary_factor", 1.0) != 1:
         raise _lacks(where, "rotation but of whole heads")
-    try:
-        with np.errstate(all="ignore"):
-            rope = _frequencies(kind, head_dim, numbers, config)
-            if np.isfinite([*rope.inverse_frequencies, np.float32(rope.scaling)]).all():
-                return rope
-    except UserError:
-        raise
-    except (ArithmeticError, ValueError):
-        pass
-    raise UserError(
-        f"{where}: its rope parameters give frequencies that are not finite; correct them"
-    )
+    failure = f"{where}: its rope parameters give frequencies that are not finite"
+    with library_errors_as(failure), np.errstate(all="ignore"):
+        rope = _frequencies(kind, head_dim, numbers, config)
+        if not np.isfinite([*rope.inverse_frequencies, np.float32(rope.scaling)]).all():
+            raise UserError(f"{failure}: correct them")
+    return rope
 
 
 def _frequencies(kind: str, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
@@ -281,13 +255,14 @@ def _frequencies(kind: str, head_dim: int, numbers: Fields, config: dict[str, An
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(numbers["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / powers
-    if kind == "linear":
-        return Rope(inverse_frequencies=plain / np.float32(numbers["factor"]), scaling=1.0)
-    if kind == "llama3":
-        return Rope(inverse_frequencies=_llama3(plain, numbers), scaling=1.0)
-    if kind == "yarn":
-        return _yarn(powers, head_dim, numbers, config)
-    return Rope(inverse_frequencies=plain, scaling=1.0)
+    match kind:
+        case "yarn":
+            return _yarn(powers, head_dim, numbers, config)
+        case "llama3":
+            plain = _llama3(plain, numbers)
+        case "linear":
+            plain = plain / np.float32(numbers["factor"])
+    return Rope(plain, 1.0)
 
 
 def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
@@ -336,4 +311,4 @@ def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, 
     ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
     kept = 1 - ramp
     plain, stretched = np.float32(1) / powers, np.float32(1) / (np.float32(factor) * powers)
-    return Rope(inverse_frequencies=stretched * (1 - kept) + plain * kept, scaling=scaling)
+    return Rope(stretched * (1 - kept) + plain * kept, scaling)

@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy as np
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine.architecture import BLOCK_LINEARS, Architecture
+from sparse_bitnet.engine.architecture import BLOCK_LINEARS, HUNYUAN, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import FORMATS, Weights, choose_head, load_weights
+from sparse_bitnet.engine.weights import FORMATS, Weights, choose_head
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
@@ -45,30 +45,27 @@ class Engine(InferenceEngine):
         self.architecture: Architecture = model.architecture
         context_length = self.context_within(options.context_length, model.architecture.positions)
         super().__init__(model.architecture.vocab, context_length, model.architecture.hidden)
-        head_format = choose_head(model, options.head)
-        try:
-            kernels = _cpu.Kernels.choose(isa)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        self.head_format = choose_head(model, options.head)
         threads = options.threads or available_cores()
         try:
+            kernels = _cpu.Kernels.choose(isa)
             pool = _cpu.ThreadPool(threads)
             self.weight_format = _weight_format(model, options.weight_format, pool, kernels)
-            weights = load_weights(
+            weights = Weights(
                 model,
                 kernels,
                 pool,
                 weight_format=self.weight_format,
-                head_format=head_format,
+                head_format=self.head_format,
                 is_mapped=options.weight_format == "stored",
             )
-            del pool  # the system may not start more threads than these
-            is_auto = options.kv_cache == "auto"
-            self.kv_cache: str = _cache_type(weights) if is_auto else options.kv_cache
+            del pool
+            self.kv_cache: str = options.kv_cache
+            if options.kv_cache == "auto":
+                self.kv_cache = _cache_type(weights)
+            group = _activation_group(model, options.activations)
             self._decoder: Any = _cpu.Decoder(
-                _decoder_model(
-                    model.architecture, weights, _activation_group(model, options.activations)
-                ),
+                _decoder_model(model.architecture, weights, group),
                 threads,
                 _cpu.CacheType[self.kv_cache],
                 context_length,
@@ -80,8 +77,9 @@ class Engine(InferenceEngine):
                 f"{folder}: there is not enough memory for its weights and its cache; ask for fewer "
                 "cache tokens or a smaller form of weights"
             ) from error
-        self._weights: Weights | None = weights
-        self.head_format = head_format
+        except ValueError as error:  # an unknown instruction set, or more than the decoder takes
+            raise UserError(str(error)) from error
+        self._memory: Any = (weights.kept, weights.vectors)
         self.weight_bytes, self.head_bytes = weights.weight_bytes, weights.head_bytes
         self.isa: str = kernels.isa
         self.load_seconds = time.perf_counter() - started
@@ -133,15 +131,15 @@ class Engine(InferenceEngine):
         except ValueError as error:
             raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
 
-    def _truncate(self, sequence: EngineSequence, length: int) -> None:
-        self._decoder.truncate(sequence.cache, length)
+    def _truncate(self, sequence: EngineSequence) -> None:
+        self._decoder.truncate(sequence.cache, len(sequence))
 
     def _release(self, sequence: EngineSequence) -> None:
         self._decoder.close(sequence.cache)
 
     def _close(self) -> None:
         self._decoder.shut()
-        self._decoder = self._weights = None
+        self._decoder = self._memory = None
 
 
 def _weight_format(
@@ -206,26 +204,23 @@ def _decoder_model(
         activation_group,
         architecture.query_scale,
         architecture.embedding_scale,
-        architecture.norms_rotated,
+        architecture.model_type == HUNYUAN,
     )
-    local = architecture.local_rope.scaling != architecture.rope.scaling
-    local |= not np.array_equal(frequencies[0], frequencies[1])
-    if local:
+    if architecture.windows:
         model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
-    matrices = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), BLOCK_LINEARS, strict=True))
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}."
         window = architecture.windows[layer] if architecture.windows else 0
         model.add_block(
-            {key: weights.matrices[block + name] for key, name in matrices.items()}
+            {key: weights.matrices[block + name] for key, name in BLOCK_LINEARS.items()}
             | {
                 key: weights.vectors[block + name].ctypes.data
                 for key, (name, _) in architecture.vectors().items()
             },
             window=window,
-            rope=int(local and window > 0),
+            rope=int(window > 0),
         )
     return model

@@ -124,18 +124,13 @@ def open_engine_model(path: str | Path) -> EngineModel:
 
 def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:
     """Every tensor: name -> (possible types, shape; None for any number of bytes)."""
-    architecture, metadata, path = model.architecture, model.metadata, model.file.path
+    architecture, metadata = model.architecture, model.metadata
     wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {}
     floats = ("F32", "BF16", "F16")
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}"
         for linear, shape in architecture.linear_shapes().items():
             name = f"{block}.{linear}"
-            if metadata.layers.get(name, shape) != shape:
-                raise UserError(
-                    f"{path}: its metadata has layer {name} as {list(metadata.layers[name])}, "
-                    f"config.json as {list(shape)}"
-                )
             check_layout(metadata.packed_format, metadata.pattern, shape[1], name)
             columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
             wanted[f"{name}.weight_packed"] = (("U8",), (shape[0], columns))
@@ -150,27 +145,17 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
             # A count of layers that the file cannot have is not worth enumerating.
             break
     wanted["model.norm.weight"] = (floats, (architecture.hidden,))
+    rows, hidden = architecture.vocab, architecture.hidden
     for name in model.table_names:
-        shape = (architecture.vocab, architecture.hidden)
-        columns = shape[1]
+        columns, scales = hidden, model.file.entries.get(f"{name}_scale")
         entry = model.file.entries.get(name)
         form = metadata.table_form(entry.dtype if entry else None)
         if form == "ternary":
-            columns = row_bytes("i2", NMPattern(1, 1), shape[1])
-            wanted[f"{name}_scale"] = (floats, (shape[0], shape[1] // _table_group(model, name)))
-        wanted[name] = ((_TABLE_DTYPES[form],), (shape[0], columns))
-        if form == "int8":
-            wanted[f"{name}_scale"] = (("F32",), (architecture.vocab, 1))
+            columns = row_bytes("i2", NMPattern(1, 1), hidden)
+            group = scale_group(scales.shape, rows, hidden) if scales else None
+            group = group if group in SCALE_GROUPS else SCALE_GROUPS[0]
+            wanted[f"{name}_scale"] = (floats, (rows, -(-hidden // group)))
+        elif form == "int8":
+            wanted[f"{name}_scale"] = (("F32",), (rows, 1))
+        wanted[name] = ((_TABLE_DTYPES[form],), (rows, columns))
     return wanted
-
-
-def _table_group(model: EngineModel, name: str) -> int:
-    """Weights of a row of a ternary embedding or head that share a scale, for the scales that it has."""
-    scales, architecture = model.file.entries.get(f"{name}_scale"), model.architecture
-    if architecture.hidden % SCALE_GROUPS[0]:
-        raise UserError(
-            f"{model.file.path}: tensor {name} is ternary, which asks for a hidden size in groups of "
-            f"{SCALE_GROUPS[0]}, the model has {architecture.hidden}"
-        )
-    group = scale_group(scales.shape, architecture.vocab, architecture.hidden) if scales else None
-    return group if group in SCALE_GROUPS else SCALE_GROUPS[0]

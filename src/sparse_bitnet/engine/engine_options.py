@@ -7,7 +7,7 @@ Imports nothing heavy, so that `--help` is immediate.
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from sparse_bitnet.errors import UserError, check_least, refuse_unused
+from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.host import MOST_THREADS
 
 EngineName = Literal["auto", "cpu", "transformers"]
@@ -59,16 +59,9 @@ class EngineOptions:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option} {value!r}: choose one of {', '.join(choices)}")
         check_least(self, threads=1, context_length=1, cache_tokens=1)
-        for name, most in (("threads", MOST_THREADS), ("cache_tokens", 1 << 31)):
-            if (asked := getattr(self, name)) is not None and asked > most:
-                raise UserError(f"--{name.replace('_', '-')} {asked}: at most {most}")
+        if (self.threads or 1) > MOST_THREADS:
+            raise UserError(f"--threads {self.threads}: at most {MOST_THREADS}")
         if self.device == "cuda" and self.engine == "cpu":
             raise UserError(
                 "--device cuda: the CPU engine computes on the CPU; leave out --engine cpu"
             )
-
-    def check_for_transformers(self, why: str) -> None:
-        """Raise `UserError` for a set option that only the CPU engine has; `why` says what keeps it
-        from running."""
-        names = ("weight_format", "head", "kv_cache", "activations")
-        refuse_unused(self, names, f"it is the CPU engine's, which does not run ({why})")

@@ -10,7 +10,6 @@ import json
 import platform
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,14 +36,16 @@ _TIE = 1.02
 def choose_format(
     pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
 ) -> str:
-    """The run-time format with which `pool` multiplies one token fastest, measured now or earlier.
+    """Return the run-time format in which `pool` multiplies one token fastest, measured now or earlier.
 
     `exact`: every group of weights has n non-zeros.
     """
+    processor = cpu_info().get("model name") or platform.processor()
     coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
-    key = f"{__version__} | {_cpu_model()} | {kernels.isa} | {pool.threads} threads | {coded}"
-    path = cache_folder() / "formats.json"
-    known = _tuned(path)
+    key = f"{__version__} | {processor} | {kernels.isa} | {pool.threads} threads | {coded}"
+    path, known = cache_folder() / "formats.json", {}
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        known = dict(json.loads(path.read_text(encoding="utf-8")))
     if (choice := known.get(key)) in tuple(FORMATS):
         return str(choice)
     seconds = measure_formats(pattern, pool, kernels, exact=exact)
@@ -66,7 +67,8 @@ def measure_formats(
     exact: bool = False,
     size: int | None = None,
 ) -> dict[str, float]:
-    """Seconds a weight of every format that holds the pattern, the least of several interleaved.
+    """Return the seconds that a weight takes in every format that holds the pattern, the least of
+    several interleaved measurements.
 
     `size`: bytes of the weights, which are read again and again until as many were read as by default.
     """
@@ -84,7 +86,8 @@ def measure_formats(
         1, COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
     )
     kernels.quantize(pool, x.ctypes.data, activations)
-    products, weights, outputs = {}, {}, []
+    products: dict[str, Any] = {}
+    weights, outputs = {}, []
     # lookup is for instruction sets that look 64 bytes up at once, and for whole groups in the columns.
     looks_up = kernels.isa in _LOOK_UP and COLUMNS % coded.m == 0
     for name, format in FORMATS.items():
@@ -111,20 +114,3 @@ def measure_formats(
             taken = (time.perf_counter() - started) / (weights[name] * repeats)
             seconds[name] = min(seconds[name], taken)
     return seconds
-
-
-def _cpu_model() -> str:
-    """Return the CPU model as Linux names it, else the name from `platform`."""
-    fields = cpu_info()
-    named = [fields.get(name, "") for name in ("model name", "cpu family", "model", "stepping")]
-    return " ".join(named) if any(named) else platform.processor() or platform.machine()
-
-
-def _tuned(path: Path) -> dict[str, Any]:
-    """Return the cached choices by key; an empty dict if the file cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        # A pipe would be waited for.
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if isinstance(values, dict):
-            return values
-    return {}

@@ -6,21 +6,17 @@ share: sequences, checks of a batch, and one caller at a time. Free of torch.
 model.
 """
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from sparse_bitnet.errors import UserError
 
 WhichLogits = Literal["none", "last", "all", "hidden"]
-
-Batch = Sequence[tuple["EngineSequence", Sequence[int]]]
-"""Sequences, each once, with the tokens to append."""
 
 
 class ContextFull(UserError):
@@ -61,16 +57,15 @@ class EngineSequence:
         with self.engine.turn():
             if self.check(length) < len(self):
                 del self._tokens[length:]
-                self.engine._truncate(self, length)
+                self.engine._truncate(self)
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
-        if self.engine.is_of_this_process:
-            with self.engine._turns:
-                if self.is_open:
-                    self.engine._release(self)
-                    self.engine.sequences.remove(self)
-                    self.is_open = False
+        with self.engine._turns:
+            if self.is_open:
+                self.engine._release(self)
+                self.engine.sequences.remove(self)
+                self.is_open = False
 
     def check(self, length: int) -> int:
         """The length. Raises `ValueError` if the sequence is closed or has fewer tokens."""
@@ -102,7 +97,6 @@ class InferenceEngine(ABC):
         self.hidden_size = hidden_size
         self.sequences: list[EngineSequence] = []
         self._turns = threading.RLock()
-        self._process = os.getpid()
         self._is_closed = False
 
     @staticmethod
@@ -126,56 +120,47 @@ class InferenceEngine(ABC):
         with self.turn():
             return EngineSequence(self, self._open(), [])
 
-    def forward(self, batch: Batch, logits: WhichLogits = "last") -> list[np.ndarray]:
-        """Append tokens to sequences and return float32 logits, one array for each entry of the batch:
-        [vocab_size] after its last token ("last"), [tokens, vocab_size] ("all"), or an empty list
-        ("none"); "hidden": in their stead the tokens' hidden states behind the final norm, float32
-        [tokens, hidden_size].
+    def forward(
+        self,
+        batch: Sequence[tuple[EngineSequence, Sequence[int]]],
+        logits: WhichLogits = "last",
+    ) -> list[np.ndarray]:
+        """Append tokens to sequences, each once in the batch, and return float32 logits for each entry:
+        [vocab_size] after its last token ("last") or [tokens, vocab_size] ("all"). "none" returns an
+        empty list, "hidden" the tokens' hidden states behind the final norm, [tokens, hidden_size].
 
         Raises, before anything has changed, `ContextFull` or `CacheFull`, and `ValueError` for no tokens
         or some outside the vocabulary, and for sequences that are closed, of another engine or twice in
         the batch.
         """
         with self.turn():
-            if logits not in get_args(WhichLogits):
-                raise ValueError(f"logits {logits!r}: one of {', '.join(get_args(WhichLogits))}")
             if len({id(sequence) for sequence, _ in batch}) < len(batch):
                 raise ValueError("a sequence is twice in the batch")
             checked = [(sequence, self._checked(sequence, tokens)) for sequence, tokens in batch]
-            lengths = [len(sequence) for sequence, _ in checked]
             try:
                 rows = self._compute(checked, logits) if checked else []
-                for sequence, tokens in checked:
-                    sequence._tokens += tokens.tolist()
             except BaseException:
                 # Caches may be ahead of the tokens: after Ctrl-C, or where memory ends.
-                for (sequence, _), length in zip(checked, lengths, strict=True):
-                    del sequence._tokens[length:]
-                    self._restore(sequence)
+                for sequence, _ in checked:
+                    self._truncate(sequence)
                 raise
+            for sequence, tokens in checked:
+                sequence._tokens += tokens.tolist()
             return rows
 
     def close(self) -> None:
         """Give the memory back, after a call of another thread has ended; a second call does nothing.
-        Sequences are then closed. In the child of a fork, the memory stays the parent's."""
-        if self.is_of_this_process:
-            with self._turns:
-                for sequence in list(self.sequences):
-                    sequence.close()
-                if not self._is_closed:
-                    self._is_closed = True
-                    self._close()
-
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether it was not loaded before a fork, whose child has none of the engine's threads."""
-        return self._process == os.getpid()
+        Sequences are then closed."""
+        with self._turns:
+            for sequence in list(self.sequences):
+                sequence.close()
+            if not self._is_closed:
+                self._is_closed = True
+                self._close()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, no other thread changes the engine. Raises `ValueError` after `close` and a fork."""
-        if not self.is_of_this_process:
-            raise ValueError("the engine was loaded before this process was forked: load it here")
+        """Inside, no other thread changes the engine. Raises `ValueError` after `close`."""
         with self._turns:
             if self._is_closed:
                 raise ValueError("the engine is closed")
@@ -213,16 +198,12 @@ class InferenceEngine(ABC):
         """The `cache` of a new sequence with the first tokens of another."""
 
     @abstractmethod
-    def _truncate(self, sequence: EngineSequence, length: int) -> None:
-        """Forget keys and values from `length` on."""
+    def _truncate(self, sequence: EngineSequence) -> None:
+        """Make the cache hold no more than the tokens, also after a `_compute` that was broken off."""
 
-    def _restore(self, sequence: EngineSequence) -> None:
-        """Make the cache hold no more than the tokens, after a `_compute` that was broken off."""
-        self._truncate(sequence, len(sequence))
-
+    @abstractmethod
     def _release(self, sequence: EngineSequence) -> None:
         """Give back the `cache` of a sequence that is closed."""
-        sequence.cache = None
 
     @abstractmethod
     def _close(self) -> None:

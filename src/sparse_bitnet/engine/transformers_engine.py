@@ -91,22 +91,21 @@ class TransformersEngine(InferenceEngine):
 
     def _fork(self, sequence: EngineSequence, length: int) -> Any:
         self._check_room(length)
-        return self._cropped(copy.deepcopy(sequence.cache), length)
-
-    def _truncate(self, sequence: EngineSequence, length: int) -> None:
-        sequence.cache = self._cropped(sequence.cache, length)
-
-    def _restore(self, sequence: EngineSequence) -> None:
-        """Some layers may have the tokens and others not: all are computed again with the next ones."""
-        if self._has_cache and sequence.cache.get_seq_length() > len(sequence):
-            sequence.cache = self._open()
-
-    def _cropped(self, cache: Any, length: int) -> Any:
-        if cache is None or length == 0:
+        if not self._has_cache or length == 0:
             return self._open()
+        cache = copy.deepcopy(sequence.cache)
         if (surplus := cache.get_seq_length() - length) > 0:
             cache.crop(-surplus)
         return cache
+
+    def _truncate(self, sequence: EngineSequence) -> None:
+        """Drop a cache that has more than the tokens: they are computed again with the next ones. After
+        Ctrl-C some layers have more and others not."""
+        if self._has_cache and sequence.cache.get_seq_length() > len(sequence):
+            sequence.cache = self._open()
+
+    def _release(self, sequence: EngineSequence) -> None:
+        sequence.cache = None
 
     def _close(self) -> None:
         self._selected.close()

@@ -7,7 +7,6 @@ it is stored can instead be mapped, and is only checked: the system's copy of th
 """
 
 import mmap
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,8 @@ _ALIGNMENT = 64
 _SLACK = 512
 """Readable bytes behind the last row."""
 
-_ONE_INPUT = (BLOCK_LINEARS[:3], BLOCK_LINEARS[3:4], BLOCK_LINEARS[4:6], BLOCK_LINEARS[6:])
+_LINEARS = tuple(BLOCK_LINEARS.values())
+_ONE_INPUT = (_LINEARS[:3], _LINEARS[3:4], _LINEARS[4:6], _LINEARS[6:])
 """Linears of a block that multiply the same input; their scales have the same groups."""
 
 
@@ -41,9 +41,9 @@ def choose_head(model: EngineModel, head: str) -> str:
     that is ternary.
     """
     stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
-    auto = stored if stored == "i2" else "int8"
-    choices = {"auto": auto, "stored": stored, "int8": "int8", "int4": "int4"}
-    if stored == "i2" and choices[head] != stored:
+    if head in ("auto", "stored"):
+        head = "int8" if head == "auto" and stored != "i2" else stored
+    if stored == "i2" and head != stored:
         raise UserError(
             f"head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
             "pack the model with --embeddings bf16"
@@ -52,7 +52,7 @@ def choose_head(model: EngineModel, head: str) -> str:
         raise UserError(
             f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has {hidden}; use int8"
         )
-    return choices[head]
+    return head
 
 
 def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
@@ -68,89 +68,60 @@ def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool
     return size if weight_format == "lookup" else _aligned(size)
 
 
-@dataclass(kw_only=True)
 class Weights:
-    """Weights that the decoder points to; `kept` owns their memory."""
+    """Weights of one model as the decoder takes them: addresses of memory that `kept` and `vectors` own.
 
-    matrices: dict[str, _cpu.Matrix]
-    vectors: dict[str, np.ndarray]
-    embedding: _cpu.Table
-    head: _cpu.Table
-    weight_bytes: int
-    """Bytes of the matrices of the blocks, with scales of rows and groups."""
-    head_bytes: int
-    """Bytes of the output head with its scales."""
-    kept: list[Any] = field(default_factory=list)
-
-
-def load_weights(
-    model: EngineModel,
-    kernels: _cpu.Kernels,
-    pool: _cpu.ThreadPool,
-    *,
-    weight_format: str,
-    head_format: str,
-    is_mapped: bool = False,
-) -> Weights:
-    """Read all of a model's tensors.
-
-    Args:
-        model: the opened file.
-        kernels, pool: what reads them.
-        weight_format: a key of `FORMATS` in which the model can be multiplied.
-        head_format: what `choose_head` returned.
-        is_mapped: whether rows that lie in the file as they would in memory stay there.
-
-    Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
+    Attributes:
+        matrices: the linears of the blocks by name.
+        vectors: norms and biases by name, float32.
+        embedding, head: tables, the same one if the model ties them.
+        weight_bytes: bytes of the matrices, with scales of rows and groups.
+        head_bytes: bytes of the output head with its scales.
     """
-    with os_errors_as(f"cannot read {model.file.path}"), open(model.file.path, "rb") as file:
-        loader = _Loader(model, file.fileno(), kernels, pool, is_mapped)
-        return loader.load(weight_format, head_format)
-
-
-class _Loader:
-    """Reads one model; `kept` owns what the decoder points to."""
 
     def __init__(
         self,
         model: EngineModel,
-        descriptor: int,
         kernels: _cpu.Kernels,
         pool: _cpu.ThreadPool,
+        *,
+        weight_format: str,
+        head_format: str,
         is_mapped: bool,
     ) -> None:
-        self._model, self._descriptor = model, descriptor
-        self._kernels, self._pool = kernels, pool
+        """Read all of a model's tensors.
+
+        Args:
+            model: the opened file.
+            kernels, pool: what reads them.
+            weight_format: a key of `FORMATS` in which the model can be multiplied.
+            head_format: what `choose_head` returned.
+            is_mapped: whether rows that lie in the file as they would in memory stay there.
+
+        Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
+        """
+        self._model, self._kernels, self._pool = model, kernels, pool
         self.kept: list[Any] = []
         self._mapped: np.ndarray | None = None
-        if is_mapped:
-            mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            self._mapped = np.frombuffer(mapped, np.uint8)
-            self.kept.append(self._mapped)
-
-    def load(self, weight_format: str, head_format: str) -> Weights:
-        model, architecture = self._model, self._model.architecture
-        blocks = [f"model.layers.{layer}" for layer in range(architecture.layers)]
-        embedding_format = head_format
-        if not architecture.ties_head:
-            embedding_format = _STORED_NAMES[model.file.entries[model.table_names[0]].dtype]
-        embedding, head_bytes = self._table(model.table_names[0], embedding_format)
-        head = embedding
-        if not architecture.ties_head:
-            head, head_bytes = self._table(model.table_names[-1], head_format)
-        of_block = [name for name, _ in architecture.vectors().values()]
-        names = [*(f"{block}.{name}" for block in blocks for name in of_block), "model.norm.weight"]
-        vectors = {name: self._vector(name) for name in names}
-        matrices, weight_bytes = self._matrices(blocks, weight_format)
-        return Weights(
-            matrices=matrices,
-            vectors=vectors,
-            embedding=embedding,
-            head=head,
-            weight_bytes=weight_bytes,
-            head_bytes=head_bytes,
-            kept=self.kept,
-        )
+        with os_errors_as(f"cannot read {model.file.path}"), open(model.file.path, "rb") as file:
+            self._descriptor = file.fileno()
+            if is_mapped:
+                mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+                self._mapped = np.frombuffer(mapped, np.uint8)
+                self.kept.append(self._mapped)
+            embedding_format, names = head_format, model.table_names
+            if not model.architecture.ties_head:
+                embedding_format = _STORED_NAMES[model.file.entries[names[0]].dtype]
+            self.embedding, self.head_bytes = self._table(names[0], embedding_format)
+            self.head = self.embedding
+            if not model.architecture.ties_head:
+                self.head, self.head_bytes = self._table(names[1], head_format)
+            blocks = [f"model.layers.{layer}" for layer in range(model.architecture.layers)]
+            of_block = [name for name, _ in model.architecture.vectors().values()]
+            vectors = [f"{block}.{name}" for block in blocks for name in of_block]
+            self.vectors = {name: self._vector(name) for name in [*vectors, "model.norm.weight"]}
+            self.matrices, self.weight_bytes = self._matrices(blocks, weight_format)
+        del self._pool  # the system may not start a decoder's threads beside these
 
     def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
         """A table in a form of `choose_head`, and its bytes."""

@@ -19,7 +19,7 @@ from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
+from sparse_bitnet.generation.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -85,13 +85,8 @@ class EngineLM(TemplateLM):
                 )
             rows.setdefault((whole, split), []).append(number)
         choices = Counter(whole[:split] for whole, split in rows)
-        engine = self.model.engine
-        scheduler = Scheduler(
-            engine,
-            max_running=self.batch_size * max(choices.values(), default=1),
-            scored_slice=scored_slice(engine.vocab_size),
-            room_ahead=None,
-        )
+        most = self.batch_size * max(choices.values(), default=1)
+        scheduler = Scheduler(self.model.engine, max_running=most)
         # Side by side: what starts alike.
         prompts = (
             GenerationRequest(prompt=whole, max_tokens=0, score_from=split, top_scores=1)
@@ -128,9 +123,7 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
         """Return texts up to a stop string, greedy unless a task asks for sampling."""
         wanted = [self._request(*request.args) for request in requests]
-        scheduler = Scheduler(
-            self.model.engine, max_running=self.batch_size, prefill_slice=512, room_ahead=None
-        )
+        scheduler = Scheduler(self.model.engine, max_running=self.batch_size)
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
             for generation in scheduler.run(wanted):

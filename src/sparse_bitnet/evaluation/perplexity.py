@@ -31,7 +31,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.open_model import open_engine
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import GenerationRequest
-from sparse_bitnet.generation.scheduler import Scheduler, scored_slice
+from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -229,13 +229,7 @@ def _engine_loss(
     on_batch: Callable[[int], None] | None,
 ) -> tuple[float, int]:
     """Return the mean negative log-likelihood of the scored tokens, and their number."""
-    scheduler = Scheduler(
-        engine,
-        max_running=batch_size,
-        scored_slice=scored_slice(engine.vocab_size),
-        room_ahead=None,
-        prefixes=PrefixCache(0),
-    )
+    scheduler = Scheduler(engine, max_running=batch_size, prefixes=PrefixCache(0))
     under_way: dict[int, Window] = {}
 
     def requests() -> Iterator[GenerationRequest]:
@@ -317,7 +311,7 @@ def evaluate(
         length = context_length or min(length, positions)
         room = batch_size * (length // _PAGE + 1) * _PAGE
         settings = dataclasses.replace(engine, context_length=length, cache_tokens=room)
-        model, _ = open_engine(str(found.folder), settings)
+        model = open_engine(str(found.folder), settings)
         precision, where = f"float32, head {engine.head}, cache {engine.kv_cache}", "cpu engine"
     else:
         options = {"device": resolve_device(device)}

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
-from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.grammar import Form, Grammar
-from sparse_bitnet.generation.open_model import open_model
+from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.sandbox import Sandbox
 from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text import named_tokens
-from sparse_bitnet.generation.text_batches import GenerateOptions, generate
 
 
 class ChatTemplate:
@@ -85,98 +83,75 @@ class ChatTemplate:
 
 
 class Conversation:
-    """Messages so far, and the engine that answers them.
-
-    Attributes:
-        model: the open model, closed with the conversation.
-        messages: dictionaries with "role" and "content".
-        speculation: proposes draft tokens; None at first.
-    """
+    """Messages so far, each a dictionary with "role" and "content", and the model that answers them."""
 
     def __init__(
         self,
-        checkpoint: str | Path,
-        engine: EngineOptions,
-        options: GenerateOptions,
+        model: OpenModel,
         *,
+        max_tokens: int,
         system: str | None = None,
-        grammar: Grammar | None = None,
+        sampling: SamplingOptions | None = None,
+        speculation: Speculation | None = None,
+        **fields: Any,
     ) -> None:
-        """Load a model and its template.
+        """Load the model's chat template.
 
         Args:
-            checkpoint, engine: as for `open_model`.
-            options, grammar: of each answer.
+            model: stays the caller's, who closes its engine.
+            max_tokens, speculation: of each answer, as for `generate`.
             system: instructions that come first.
+            sampling, fields: of each answer's `GenerationRequest`, such as `stop` and `form`.
 
-        Raises `UserError` for a model that cannot be loaded or has no chat template, and a grammar that
-        is none.
+        Raises `UserError` for a model that has no chat template.
         """
-        self.model = open_model(checkpoint, engine)
-        self.speculation: Speculation | None = None
-        self._options = options
+        self._model, self._max_tokens = model, max_tokens
+        self._template = ChatTemplate.load(model.folder)
+        self._sampling = sampling or SamplingOptions()
         self._instructions = [{"role": "system", "content": system}] if system else []
-        self._prefixes = PrefixCache(4)
-        self._form: Form | None = None
-        self.messages: list[dict[str, str]] = list(self._instructions)
-        try:
-            self._template = ChatTemplate.load(self.model.folder)
-            if grammar is not None:
-                self._form = self.model.grammars().start(grammar)
-        except BaseException:
-            self.model.engine.close()
-            raise
+        self._options = {"speculation": speculation, "prefixes": PrefixCache(4), **fields}
+        self.reset()
 
     def reset(self) -> None:
         """Forget all but the instructions."""
-        self.messages = list(self._instructions)
+        self.messages: list[dict[str, str]] = list(self._instructions)
 
-    def answer(
-        self,
-        message: str,
-        *,
-        on_text: Callable[[str], None],
-        is_cancelled: Callable[[], bool] | None = None,
-    ) -> Generation:
+    def answer(self, message: str, *, on_text: Callable[[str], None]) -> Generation:
         """Return the model's answer to a message, at most as long as the context has room for. Both
-        become part of the conversation, and so does the beginning of an answer that was cancelled.
+        become part of the conversation; so does what `on_text` got of an answer that Ctrl-C ends.
 
         Raises `UserError`, the conversation as before, when the template refuses the message, and
         `ContextFull` when the context has no room for an answer.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
-        engine, tokenizer = self.model.engine, self.model.tokenizer
-        prompt = tokenizer.encode(self._template.render(messages), add_special_tokens=False)
-        room = engine.context_length - len(prompt)
-        if room < 1:
+        text, most = self._template.render(messages), self._model.engine.context_length
+        prompt = self._model.tokenizer.encode(text, add_special_tokens=False)
+        if len(prompt) >= most:
             raise ContextFull(
                 f"the conversation with this message has {len(prompt):,} tokens and the context holds "
-                f"{engine.context_length:,}: start over, or write less"
+                f"{most:,}: start over, or write less"
             )
-        sampling = self._options.sampling
-        options = replace(
-            self._options,
-            max_new_tokens=min(self._options.max_new_tokens, room),
-            # The same question twice may have two answers; the same conversation has one.
-            sampling=replace(sampling, seed=(sampling.seed + len(self.messages)) % 2**64),
-        )
-        (answer,) = generate(
-            engine,
-            [prompt],
-            options,
-            tokenizer=tokenizer,
-            end_tokens=self.model.end_tokens,
-            form=self._form,
-            prefixes=self._prefixes,
-            speculation=self.speculation,
-            is_start=True,
-            on_token=lambda number, token, piece: on_text(piece),
-            is_cancelled=is_cancelled,
-        )
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        return answer
+        # The same question twice may have two answers; the same conversation has one.
+        seed = (self._sampling.seed + len(self.messages)) % 2**64
+        pieces: list[str] = []
 
-    def close(self) -> None:
-        """Close the engine."""
-        self._prefixes.clear()
-        self.model.engine.close()
+        def take(piece: str) -> None:
+            pieces.append(piece)
+            on_text(piece)
+
+        try:
+            answer = self._model.continue_tokens(
+                prompt,
+                min(self._max_tokens, most - len(prompt)),
+                sampling=replace(self._sampling, seed=seed),
+                is_start=True,
+                on_text=take,
+                **self._options,
+            )
+        except UserError:
+            pieces.clear()
+            raise
+        finally:
+            if pieces:
+                self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        return answer

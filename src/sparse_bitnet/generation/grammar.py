@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError, install
+from sparse_bitnet.errors import UserError, install, library_errors_as
 from sparse_bitnet.generation.sandbox import Sandbox, grammar_matcher
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -46,8 +46,6 @@ class Grammar:
     """A Lark rule for use in other rules; empty where the grammar is not of JSON."""
     is_lark_or_gbnf: bool = False
     """The source is rules as their author wrote them, not yet in llguidance's words."""
-    about: str = ""
-    """Name of the source of the schemas, for error messages."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
@@ -62,10 +60,8 @@ class Grammar:
     @classmethod
     def json_text(cls, schema: str) -> Self:
         """Return the grammar of a schema written as JSON. Raises `UserError` for any other text."""
-        try:
+        with library_errors_as("this is not a JSON schema"):
             return cls.json_schema(json.loads(schema))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"this is not a JSON schema: {error}") from error
 
     @classmethod
     def json_object(cls) -> Self:
@@ -78,10 +74,8 @@ class Grammar:
 
         Raises `UserError` for half a character (a lone surrogate).
         """
-        try:
+        with library_errors_as("the regular expression is not Unicode"):
             return cls(_llguidance().LLMatcher.grammar_from_regex(pattern))
-        except UnicodeEncodeError as error:
-            raise UserError(f"the regular expression is not Unicode: {error}") from error
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
@@ -89,14 +83,14 @@ class Grammar:
         return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
-    def lark(cls, rules: str, about: str = "") -> Self:
-        """llguidance's dialect of Lark; begins with the rule `start`. Where a line ends in a comment, an
-        error in that line names it instead of `about`."""
-        return cls(json.dumps({"grammars": [{"lark_grammar": rules}]}), about=about)
+    def lark(cls, rules: str) -> Self:
+        """Return a grammar in llguidance's dialect of Lark, which begins with the rule `start`. An error
+        in a line that ends in a comment begins with that comment."""
+        return cls(json.dumps({"grammars": [{"lark_grammar": rules}]}))
 
     @classmethod
     def rules(cls, text: str) -> Self:
-        """Rules in Lark or, as llama.cpp writes them, GBNF: `TokenGrammars.start` finds out."""
+        """Return a grammar of rules in Lark or llama.cpp's GBNF: `TokenGrammars.start` finds out."""
         return cls(text, is_lark_or_gbnf=True)
 
 
@@ -175,16 +169,16 @@ class TokenGrammars:
             matcher = grammar_matcher(tried["answer"], self._tokenizer)
             tried = {"error": matcher.get_error()} if matcher.is_error() else {}
         if "error" in tried:
-            error, about = tried["error"], grammar.about
-            if about and (comments := re.findall(r" // (.{1,80})\n +\^", error)):
-                about = comments[-1]  # what is before it may be the schema's own words
-            reason = f"{_head(about)}the grammar cannot be satisfied: {_one_line(error)}"
+            # What is before the last comment may be the schema's own words.
+            comments = re.findall(r" // (.{1,80})\n +\^", tried["error"])
+            about = f"{comments[-1]}: " if comments else ""
+            reason = f"{about}the grammar cannot be satisfied: {_one_line(tried['error'])}"
             with self._lock:
                 self._refused[_digest(grammar)] = reason
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
             raise UserError(reason)
-        form = Form(matcher, self.vocab_size, grammar.about)
+        form = Form(matcher, self.vocab_size)
         # The first place may take long: here, where nobody waits for it.
         form._compute()
         with self._lock:
@@ -211,14 +205,15 @@ class _Vocabulary:
         self.eos_token_id = vocab_size
         special = tokenizer.special_tokens.keys() | end_tokens | {vocab_size}
         self.special_token_ids = [
-            token for token, found in enumerate(self.tokens) if token in special or not found
+            token for token, text in enumerate(self.tokens) if token in special or not text
         ]
         for token in self.special_token_ids:
             # Told apart by their names.
             self.tokens[token] = b"<%d>" % token
 
         self._encode = tokenizer.encode
-        self._by_bytes: dict[bytes, int] = {}
+        plain = set(range(vocab_size)).difference(self.special_token_ids)
+        self._by_bytes = {self.tokens[token]: token for token in plain}
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of text that has to come, as the model would write it, with nothing around it."""
@@ -227,34 +222,31 @@ class _Vocabulary:
         if b"".join(known) == rest:
             return tokens
         # The tokenizer puts a space before it, or knows no such character: the longest tokens there are.
-        if not self._by_bytes:
-            plain = set(range(len(self.tokens))).difference(self.special_token_ids)
-            self._by_bytes = {self.tokens[token]: token for token in plain}
         tokens = []
         while rest:
-            sizes = range(min(len(rest), _LONGEST), 0, -1)
-            size = next((size for size in sizes if rest[:size] in self._by_bytes), 0)
-            if not size:
+            starts = (rest[:size] for size in range(min(len(rest), _LONGEST), 0, -1))
+            longest = next((start for start in starts if start in self._by_bytes), None)
+            if longest is None:
                 break
-            tokens.append(self._by_bytes[rest[:size]])
-            rest = rest[size:]
+            tokens.append(self._by_bytes[longest])
+            rest = rest[len(longest) :]
         return tokens
 
 
 class Form:
-    """How far one text is."""
+    """A grammar at some place of one text."""
 
-    def __init__(self, matcher: Any, vocab_size: int, about: str = "") -> None:
-        self._matcher, self._vocab_size, self._about = matcher, vocab_size, about
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
         self._bits = np.zeros(vocab_size // 32 + 1, np.uint32)
         self._debt = 0.0
 
     def copy(self) -> "Form":
-        """Another text at the same place."""
-        return Form(self._matcher.deep_copy(), self._vocab_size, self._about)
+        """Return the grammar of another text at the same place."""
+        return Form(self._matcher.deep_copy(), self._vocab_size)
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
-        """The logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
+        """Return the logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
 
         Raises `FormLost` where none can: the vocabulary lacks the bytes, or llguidance gives up; and
         where the rules take so long that other texts would wait.
@@ -276,11 +268,11 @@ class Form:
             failure = _one_line(self._matcher.get_error())
             is_stuck = not failure or failure.startswith("NoExtension")
             reason = "the vocabulary lacks what comes next" if is_stuck else failure
-            raise self._lost(reason)
+            raise FormLost(f"the grammar cannot be satisfied: {reason}")
 
     def take(self, token: int) -> bool:
-        """Go on with a token; whether the text is complete and nothing can follow. Raises `FormLost` as
-        `masked` does."""
+        """Advance by a token; return whether the text is complete and nothing can follow. Raises
+        `FormLost` as `masked` does."""
         began = time.thread_time()
         self._matcher.consume_token(token)
         self._pay_for(began)
@@ -289,14 +281,7 @@ class Form:
     def _pay_for(self, began: float) -> None:
         self._debt = max(0.0, self._debt + time.thread_time() - began - _FREE_SECONDS)
         if self._debt > _MOST_SECONDS:
-            raise self._lost("its rules take too long to follow")
-
-    def _lost(self, reason: str) -> FormLost:
-        return FormLost(f"{_head(self._about)}the grammar cannot be satisfied: {reason}")
-
-
-def _head(about: str) -> str:
-    return f"{about}: " if about else ""
+            raise FormLost("the grammar cannot be satisfied: its rules take too long to follow")
 
 
 def _one_line(message: str) -> str:

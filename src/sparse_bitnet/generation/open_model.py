@@ -24,8 +24,9 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_json_if_there,
 )
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import EngineLacks, UserError, os_errors_as
+from sparse_bitnet.errors import EngineLacks, UserError, os_errors_as, refuse_unused
 from sparse_bitnet.files import make_folder
+from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer, named_tokens
 from sparse_bitnet.host import cache_folder
 from sparse_bitnet.packing.metadata import QUANT_METHOD
@@ -33,6 +34,7 @@ from sparse_bitnet.packing.metadata import QUANT_METHOD
 if TYPE_CHECKING:
     from sparse_bitnet.engine.protocol import InferenceEngine
     from sparse_bitnet.generation.grammar import TokenGrammars
+    from sparse_bitnet.generation.request import Generation
 
 _NOT_PACKED = "the model is not packed"
 
@@ -47,8 +49,6 @@ class OpenModel:
     engine: "InferenceEngine"
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
-    note: str | None = None
-    """Why "auto" took transformers for a packed model; None where it did not."""
 
     @property
     def engine_name(self) -> str:
@@ -77,30 +77,27 @@ class OpenModel:
         top_p: float = 0.95,
         **sampling: Any,
     ) -> str:
-        """Return the text that follows a prompt, without the prompt.
-
-        The defaults are those of `sparse-bitnet generate`, and so is the text.
+        """Return the text that follows a prompt, without the prompt: that of `sparse-bitnet generate`.
 
         Args:
             prompt: the text to continue, as it is: no chat template is applied.
             max_tokens: maximum number of tokens to add.
             stop: strings that end the text and are no part of it.
-            temperature: divides the logits; 0 always takes the most likely token.
-            top_p: draw from the smallest set of most likely tokens with this share of the probability.
-            sampling: further fields of `SamplingOptions`, such as `top_k` and `seed`.
+            temperature, top_p, sampling: fields of `SamplingOptions`, such as `top_k` and `seed`.
 
         Raises `UserError` for a value out of its range and a prompt that the context does not hold.
         """
-        from sparse_bitnet.generation.sampling_options import SamplingOptions
-        from sparse_bitnet.generation.text_batches import GenerateOptions, generate
-
         drawn = SamplingOptions(temperature=temperature, top_p=top_p, **sampling)
-        options = GenerateOptions(max_new_tokens=max_tokens, stop=tuple(stop), sampling=drawn)
         tokens = self.first_tokens(prompt)
-        (text,) = generate(
-            self.engine, [tokens], options, tokenizer=self.tokenizer, end_tokens=self.end_tokens
-        )
-        return text.text
+        return self.continue_tokens(tokens, max_tokens, sampling=drawn, stop=tuple(stop)).text
+
+    def continue_tokens(self, prompt: list[int], max_tokens: int, **options: Any) -> "Generation":
+        """Return the generation that continues a prompt; `options`: of `text_batches.generate`."""
+        from sparse_bitnet.generation.text_batches import generate
+
+        ends = {"tokenizer": self.tokenizer, "stop_tokens": self.end_tokens}
+        (generation,) = generate(self.engine, [prompt], max_tokens, **ends, **options)
+        return generation
 
     def grammars(self) -> "TokenGrammars":
         """Return what makes grammars of texts in the model's tokens."""
@@ -131,7 +128,7 @@ def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> 
             reading = pool.submit(TextTokenizer.load, folder)
             importlib.import_module("sparse_bitnet.engine.engine_model")
         tokenizer = reading.result()
-    engine, note = open_engine(folder, options)
+    engine = open_engine(folder, options)
     try:
         if tokenizer is None and (Path(folder) / TOKENIZER_FILE).is_file():
             tokenizer = TextTokenizer.load(folder)
@@ -147,7 +144,7 @@ def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> 
         engine.close()
         raise
     known = frozenset(end for end in ends if end is not None and end < engine.vocab_size)
-    return OpenModel(folder=folder, engine=engine, note=note, tokenizer=tokenizer, end_tokens=known)
+    return OpenModel(folder=folder, engine=engine, tokenizer=tokenizer, end_tokens=known)
 
 
 def end_tokens(folder: str | Path) -> frozenset[int]:
@@ -169,17 +166,18 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
     return frozenset()
 
 
-def open_engine(folder: str, options: EngineOptions) -> "tuple[InferenceEngine, str | None]":
-    """Load a folder of `runnable_folder`; also return why "auto" took transformers for a packed model.
-
-    Raises `UserError` as `open_model`.
-    """
+def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
+    """Load a folder of `runnable_folder`. Where "auto" takes transformers for a model that the CPU engine
+    lacks something for, standard error says what. Raises `UserError` as `open_model`."""
     why = why_not_cpu(folder, options)
     if why is None:
         from sparse_bitnet.engine.engine import Engine
 
-        return Engine.load(folder, **vars(options)), None
-    options.check_for_transformers(why)
+        return Engine.load(folder, **vars(options))
+    names = ("weight_format", "head", "kv_cache", "activations")
+    refuse_unused(options, names, f"it is the CPU engine's, which does not run ({why})")
+    if options.engine == "auto" and options.device != "cuda" and why != _NOT_PACKED:
+        print(f"through transformers: {why}", file=sys.stderr)
 
     import torch
 
@@ -187,21 +185,15 @@ def open_engine(folder: str, options: EngineOptions) -> "tuple[InferenceEngine, 
     from sparse_bitnet.engine.transformers_engine import TransformersEngine
     from sparse_bitnet.training.device import resolve_device
 
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        resolve_device(device)
-    elif options.threads is not None:
+    device = resolve_device(options.device)
+    if device.type == "cpu" and options.threads is not None:
         torch.set_num_threads(options.threads)
     model: Any = from_pretrained(folder, dtype=torch.float32)
-    engine = TransformersEngine(
+    return TransformersEngine(
         model.to(device),
         context_length=options.context_length,
         cache_tokens=options.cache_tokens,
     )
-    is_choice = options.engine == "transformers" or options.device == "cuda"
-    return engine, None if is_choice or why == _NOT_PACKED else why
 
 
 def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
@@ -277,26 +269,23 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
     name = resolve_checkpoint(checkpoint)
     if is_gguf(name) and (_packed_folder(Path(name)) / CONFIG_FILE).is_file():
         return str(_packed_folder(Path(name)))  # without reading its vocabulary again
-    found = find_checkpoint(name)
-    is_file = found.folder.is_file()
-    if found.kind != "foreign" and is_file:
-        raise unsuited(found)
-    if found.kind != "foreign":
-        return str(found.folder)
+    model = find_checkpoint(name)
+    is_file = model.folder.is_file()
+    if model.kind != "foreign" and is_file:
+        raise unsuited(model)
+    leaves_it = options.engine == "transformers" or options.device == "cuda"
+    if model.kind != "foreign" or (leaves_it and not is_file):
+        return str(model.folder)
     if not is_file:
-        if options.engine == "transformers" or options.device == "cuda":
-            return str(found.folder)
         try:
-            read_architecture(found.config, str(found.folder))
+            read_architecture(model.config, str(model.folder))
         except EngineLacks:
-            return str(found.folder)
+            return str(model.folder)
     from filelock import FileLock
 
-    target = _packed_folder(found.folder)
+    target = _packed_folder(model.folder)
     make_folder(target.parent)
-    with os_errors_as(f"cannot write {target}"):
-        held = FileLock(f"{target}.lock").acquire()
-    with held:
+    with os_errors_as(f"cannot write {target}"), FileLock(f"{target}.lock"):
         if not (target / CONFIG_FILE).is_file():
             from sparse_bitnet.export.importer import import_checkpoint
 

@@ -37,15 +37,9 @@ class PrefixCache:
             sequence.close()
             return
         for other, held in list(self._kept.items()):
-            shared = shared_length(held, tokens)
-            if shared == len(held):
+            if shared_length(held, tokens) == len(held):
                 del self._kept[other]
                 other.close()
-            elif shared == len(tokens):
-                # It goes on from there: as recently used, and one is enough.
-                sequence.close()
-                self._kept[other] = self._kept.pop(other)
-                return
         self._kept[sequence] = tokens
         if len(self._kept) > self._most:
             self.evict()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.pooling import PooledStates, Pooling
 from sparse_bitnet.generation.sampling import Sampler, check_largest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -128,6 +129,11 @@ class GenerationRequest:
     deliver: Callable[["Generation", Output], None] = lambda generation, output: None
     """Called by the scheduler, in its thread, with each token and at the end; must not block."""
 
+    def __post_init__(self) -> None:
+        """Raise `UserError` for a stop string that would end every text."""
+        if not all(self.stop):
+            raise UserError("a stop string is empty: leave it out")
+
     @property
     def strips_start(self) -> bool:
         """Whether to drop the space before the first word; a grammar may require that space."""
@@ -168,6 +174,8 @@ class Generation:
     """Number of draft tokens accepted."""
 
     started: bool = False
+    pauses: int = 0
+    """How often its sequence was given back for want of cache."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.request.prompt)

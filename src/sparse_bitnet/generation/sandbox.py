@@ -12,11 +12,11 @@ import json
 import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.errors import library_errors_as
 from sparse_bitnet.host import limit_memory, limit_time, ran_out_of_time
 
 if TYPE_CHECKING:
@@ -39,19 +39,17 @@ _GRAMMAR_LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
 }
 """A fifth of llguidance's own: with those one hostile pattern takes five seconds."""
-_NO_RULES = "the rules are neither Lark nor GBNF: {}"
 
 
 class Sandbox:
     """A process that tries templates or grammars: started with the first request, and again after one
-    that ended it. Any thread may ask."""
+    that ended it. It ends when its input is closed. Any thread may ask."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: "template" or "grammar"."""
         self._kind = kind
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._finish: Callable[[], Any] = lambda: None
 
     def ask(self, request: str) -> dict[str, Any]:
         """Return {"answer": ...}, or {"error": ...} in one line.
@@ -61,41 +59,29 @@ class Sandbox:
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
-                self._finish()
-                process = self._process = self._start()
-                self._finish = weakref.finalize(self, _end, process)
+                # Without the current folder on its path, whose files are as strange as the requests; and
+                # in a group of its own: Ctrl-C ends an answer, not this.
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "sparse_bitnet.generation.sandbox", self._kind],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    process_group=0,
+                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+                )
             assert process.stdin is not None
             assert process.stdout is not None
             reply = ""
-            try:
+            with suppress(BrokenPipeError):
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
                 reply = process.stdout.readline()
-            except BrokenPipeError:
-                pass
             if reply.endswith("\n"):
                 return json.loads(reply)
-            if ran_out_of_time(process.wait()):
-                return {"error": "it takes too long"}
-            return {"error": "it takes too much memory, or is nested too deeply"}
-
-    def _start(self) -> "subprocess.Popen[str]":
-        # Without the current folder on its path, whose files are as strange as the requests; and in a
-        # group of its own: Ctrl-C ends an answer, not this.
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "sparse_bitnet.generation.sandbox", self._kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            process_group=0,
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    process.communicate()
+            is_late = ran_out_of_time(process.wait())
+            why = "long" if is_late else "much memory, or is nested too deeply"
+            return {"error": f"it takes too {why}"}
 
 
 def grammar_matcher(source: str, tokenizer: "llguidance.LLTokenizer") -> "llguidance.LLMatcher":
@@ -109,17 +95,18 @@ def grammar_matcher(source: str, tokenizer: "llguidance.LLTokenizer") -> "llguid
 def main(kind: str) -> None:
     """Answer requests from standard input until it ends; runs in the process itself."""
     limit_memory(_MOST_BYTES)
-    is_template = kind == "template"
+    answer = _render if kind == "template" else _source
     # Outside of the first request's time.
-    importlib.import_module("jinja2.sandbox" if is_template else "llguidance.gbnf_to_lark")
-    answer, complaint = (_render, _complaint) if is_template else (_source, _NO_RULES.format)
+    importlib.import_module("jinja2.sandbox" if answer is _render else "llguidance.gbnf_to_lark")
     for line in sys.stdin:
         # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
         limit_time(SECONDS[kind])
         try:
             reply = {"answer": answer(*json.loads(line))}
         except Exception as error:
-            reply = {"error": " ".join(complaint(error).split())[:500]}
+            line = getattr(error, "lineno", None)
+            reason = f"line {line}: {error}" if line else str(error) or type(error).__name__
+            reply = {"error": " ".join(reason.split())[:500]}
         limit_time(0)
         print(json.dumps(reply), flush=True)
 
@@ -142,7 +129,8 @@ def _source(source: str, is_lark_or_gbnf: bool) -> str:
             return list(text.encode())
 
     if is_lark_or_gbnf:
-        source = json.dumps({"grammars": [{"lark_grammar": any_to_lark(source)}]})
+        with library_errors_as("the rules are neither Lark nor GBNF"):
+            source = json.dumps({"grammars": [{"lark_grammar": any_to_lark(source)}]})
     vocabulary: Any = Bytes()
     matcher = grammar_matcher(source, llguidance.LLTokenizer(vocabulary, slices=[]))
     if not matcher.is_error():
@@ -160,19 +148,6 @@ def _render(source: str, variables: dict[str, Any] | None) -> str:
         if size > _MOST_TEXT:
             raise ValueError(f"it writes more than {_MOST_TEXT:,} characters")
     return "".join(pieces)
-
-
-def _complaint(error: Exception) -> str:
-    import jinja2
-
-    match error:
-        case jinja2.TemplateSyntaxError():
-            return f"line {error.lineno}: {error.message}"
-        case MemoryError():
-            return "it takes too much memory"
-        case RecursionError():
-            return "it is nested too deeply"
-    return str(error) or type(error).__name__
 
 
 @lru_cache(1)

@@ -14,9 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,25 +40,11 @@ _WORTH_WAITING = 32
 class Observer:
     """Receives what happens, for metrics. Called from the scheduler's thread."""
 
-    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A generation runs for the first time."""
-
     def token(self, seconds: float, first: bool) -> None:
         """A token came so long after the one before, or the first so long after arrival."""
 
-    def guessed(self, tokens: int, accepted: int) -> None:
-        """A forward computed `tokens` draft tokens (speculation.py); `accepted` of them were accepted."""
-
-    def preempted(self) -> None:
-        """A generation was paused for want of cache."""
-
-    def ended(self, outcome: str, seconds: float) -> None:
-        """A generation ended, so long after arrival."""
-
-
-def scored_slice(vocab_size: int) -> int:
-    """Tokens of one forward where nobody waits: their logits take at most 128 MiB."""
-    return max(1, min(512, (1 << 25) // vocab_size))
+    def ended(self, generation: Generation) -> None:
+        """A generation ended; its fields are final."""
 
 
 def shares(
@@ -90,14 +74,16 @@ def shares(
 class Scheduler:
     """Runs generations on one engine, in the thread that calls."""
 
+    _room_ahead: int | None = None
+    """A generation starts when there is room for this many further tokens of each; None: for all that
+    they may become, so that none is ever paused."""
+
     def __init__(
         self,
         engine: InferenceEngine,
         *,
         max_running: int = 32,
-        prefill_slice: int = 32,
-        scored_slice: int = 32,
-        room_ahead: int | None = 64,
+        prefill_slice: int = _PREFILL_ALONE,
         prefixes: PrefixCache | None = None,
         speculation: Speculation | None = None,
         observer: Observer | None = None,
@@ -106,10 +92,7 @@ class Scheduler:
         Args:
             max_running: generations that run together.
             prefill_slice: prompt tokens a step while others wait for their next token; 512, if that is
-                more, while nobody does.
-            scored_slice: tokens a step where each needs logits: [tokens, vocab_size] floats are large.
-            room_ahead: a generation is let in where there is room for this many further tokens of each;
-                None: for all that they may become, so that none is ever paused.
+                more, while nobody does. Where each needs logits, these take at most 128 MiB.
             prefixes: sequences to start from, and to add to; default some of its own.
             speculation: source of draft tokens, for this scheduler alone; default: no speculation.
         """
@@ -120,7 +103,7 @@ class Scheduler:
         """Called when what a forward, or a step, has brought was delivered; must not block."""
         self._engine = engine
         self._slices = (prefill_slice, max(prefill_slice, _PREFILL_ALONE))
-        self._scored_slice, self._room_ahead = scored_slice, room_ahead
+        self._most_scored = max(1, min(_PREFILL_ALONE, (1 << 25) // engine.vocab_size))
         self._observer = observer or Observer()
         self._speculation = speculation
         self._owns_prefixes = prefixes is None
@@ -131,16 +114,9 @@ class Scheduler:
         self._lock = threading.Condition()
         """Guards the two lists: other threads may look at them and add to the waiting ones."""
 
-    def run(
-        self,
-        requests: Iterable[GenerationRequest],
-        is_cancelled: Callable[[], bool] | None = None,
-    ) -> Iterator[Generation]:
-        """Each request's generation when it has ended; for a scheduler without a thread.
-
-        Args:
-            requests: taken from as there is room.
-            is_cancelled: asked before each step; once it says yes, the generations end as they are.
+    def run(self, requests: Iterable[GenerationRequest]) -> Iterator[Generation]:
+        """Yield each request's generation when it has ended; for a scheduler without a thread. Requests
+        are taken as there is room.
 
         Raises what a generation fails with. No sequences are left open then but those of `prefixes`.
         """
@@ -149,12 +125,7 @@ class Scheduler:
             while True:
                 room = max(2 * self.max_running - len(self._waiting), 0)
                 self._waiting.extend(map(Generation, itertools.islice(source, room)))
-                if is_cancelled is not None and is_cancelled():
-                    self._waiting.extend(map(Generation, source))
-                    for generation in self._under_way():
-                        generation.cancel_asked = True
-                under_way = self._under_way()
-                if not under_way:
+                if not (under_way := self._under_way()):
                     return
                 self._step()
                 for generation in self._failed:
@@ -180,7 +151,8 @@ class Scheduler:
             self._forward(guessed or texts, "all" if guessed else "last" if ready else "none")
             self._forward([entry for entry in batch if wanted[entry[0]] == "hidden"], "hidden")
             scored = [g for g, which in wanted.items() if which == "all"]
-            self._forward(shares(scored, self._scored_slice, self._scored_slice), "all")
+            most = min(self._slices[0] if batch else _PREFILL_ALONE, self._most_scored)
+            self._forward(shares(scored, most, most), "all")
         except Exception as error:
             for generation in list(self._running):
                 self._fail(generation, error)
@@ -212,12 +184,12 @@ class Scheduler:
         with self._lock:
             waiting = list(self._waiting)
         counts = Counter(generation.group for generation in self._running)
-        turns: list[int] = []
+        turns: dict[Generation, int] = {}
         for generation in waiting:
-            turns.append(counts[generation.group])
+            turns[generation] = counts[generation.group]
             counts[generation.group] += 1
         held: set[int] = set()
-        for _, generation in sorted(zip(turns, waiting, strict=True), key=itemgetter(0)):
+        for generation in sorted(waiting, key=turns.__getitem__):
             if len(self._running) >= self.max_running:
                 return
             prompt = id(generation.request.prompt)
@@ -226,7 +198,7 @@ class Scheduler:
             tokens = generation.shareable
             running = [(g.sequence, g.prompt_array[: g.in_cache]) for g in self._running]
             source, shared = self._prefixes.longest(tokens, running)
-            if self._shares_more_with_one_on_its_way(tokens, shared):
+            if self._is_worth_waiting(tokens, shared):
                 held.add(prompt)  # as do others of the same prompt, without comparing it again
                 continue
             try:
@@ -235,11 +207,12 @@ class Scheduler:
             except Exception as error:
                 self._fail(generation, error)
 
-    def _shares_more_with_one_on_its_way(self, tokens: np.ndarray, shared: int) -> bool:
+    def _is_worth_waiting(self, tokens: np.ndarray, shared: int) -> bool:
+        """Whether a running prompt will share clearly more than `shared` tokens once it is computed."""
         for other in self._running:
             coming = shared_length(other.prompt_array, tokens)
-            is_worth_it = coming - shared >= _WORTH_WAITING or shared < coming == len(tokens)
-            if is_worth_it and coming > other.in_cache:
+            is_more = coming - shared >= _WORTH_WAITING or shared < coming == len(tokens)
+            if is_more and coming > other.in_cache:
                 return True
         return False
 
@@ -254,9 +227,9 @@ class Scheduler:
                 if not self._prefixes.evict() and self._running:
                     return False
         needed = sum(self._growth(other) for other in (generation, *self._running))
-        while self._engine.free_tokens < needed:
-            if self._prefixes.evict():
-                continue
+        while self._engine.free_tokens < needed and self._prefixes.evict():
+            pass
+        if self._engine.free_tokens < needed:
             generation.forget()
             if self._running:
                 return False
@@ -270,7 +243,6 @@ class Scheduler:
             self._running.append(generation)
         if not generation.started:
             generation.started, generation.cached_tokens = True, shared
-            self._observer.started(generation.prompt_tokens, shared)
         if generation.missing == 0:
             generation.take_prompt_logits(np.empty((0, self._engine.vocab_size), np.float32))
             self._hand_out(generation, Output("", (), "length"))
@@ -322,11 +294,8 @@ class Scheduler:
         guessed = len(generation.guess)
         try:
             outputs = generation.take(results, which)
-            if guessed:
-                accepted = len(outputs) - 1
-                generation.guessed_tokens += guessed
-                generation.accepted_tokens += accepted
-                self._observer.guessed(guessed, accepted)
+            generation.guessed_tokens += guessed
+            generation.accepted_tokens += len(outputs) - 1 if guessed else 0
             for output in outputs:
                 self._hand_out(generation, output)
         except Exception as error:
@@ -350,7 +319,7 @@ class Scheduler:
             self._waiting.appendleft(generation)
         if self._speculation is not None:
             self._speculation.forget(generation)
-        self._observer.preempted()
+        generation.pauses += 1
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         if generation.finish_reason is None:
@@ -375,7 +344,7 @@ class Scheduler:
         elif sequence is not None:
             held = generation.context[: len(sequence)]
             self._prefixes.keep(sequence, np.asarray(held, dtype=np.int32))
-        self._observer.ended(why, time.perf_counter() - generation.arrived)
+        self._observer.ended(generation)
         try:
             generation.request.deliver(generation, output or Output("", (), why))
         except Exception as error:
@@ -391,8 +360,7 @@ class Stopping(Exception):
     """The scheduler takes no more requests."""
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """How busy a scheduler is."""
 
     waiting: int
@@ -405,13 +373,22 @@ class Load:
 class ThreadedScheduler(Scheduler):
     """Its methods may be called from any thread; requests report through `deliver`."""
 
-    def __init__(self, engine: InferenceEngine, *, max_queue: int = 128, **options: Any) -> None:
+    _room_ahead = 64
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        max_queue: int = 128,
+        prefill_slice: int = 32,
+        **options: Any,
+    ) -> None:
         """
         Args:
             max_queue: generations that may wait beside those that run.
-            options: of `Scheduler`.
+            prefill_slice, options: of `Scheduler`.
         """
-        super().__init__(engine, **options)
+        super().__init__(engine, prefill_slice=prefill_slice, **options)
         self.max_queue = max_queue
         self._stop_at: float | None = None
         self._groups = itertools.count()
@@ -480,14 +457,9 @@ class ThreadedScheduler(Scheduler):
 
     def load(self) -> Load:
         """How busy it is."""
+        sizes = self._free_tokens, self._cache_tokens, len(self._prefixes)
         with self._lock:
-            return Load(
-                len(self._waiting),
-                len(self._running),
-                self._free_tokens,
-                self._cache_tokens,
-                len(self._prefixes),
-            )
+            return Load(len(self._waiting), len(self._running), *sizes)
 
     def _loop(self) -> None:
         while True:

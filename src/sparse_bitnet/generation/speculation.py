@@ -15,6 +15,7 @@ without repetitions costs nothing.
 
 from bisect import bisect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -96,53 +97,13 @@ class ForwardCosts:
         self._seconds[tokens] = before + (seconds - before) * 5 * _MEMORY
 
     def seconds(self, tokens: int) -> float:
-        """Measured, or reckoned from the nearest that were. 1.0 a forward as long as none was."""
+        """Return the measured time, or an estimate from the nearest; 1.0 a forward if there is none."""
         known = sorted(self._seconds)
-        place = bisect(known, tokens)
-        if place == 0:
-            return 1.0 + _UNKNOWN_COST * tokens if not known else self._seconds[known[0]]
-        below = known[place - 1]
-        if place == len(known):
-            return self._seconds[below] * (1 + _UNKNOWN_COST * (tokens - below) / below)
-        above = known[place]
-        share = (tokens - below) / (above - below)
-        return self._seconds[below] * (1 - share) + self._seconds[above] * share
-
-
-class DraftModel:
-    """Drafts the most likely tokens of a small model. It takes the engine over."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        self.engine = engine
-        self.token_seconds = 0.0
-        """Seconds that the draft model takes for a token."""
-
-    def guess(self, text: "_Text", context: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` draft tokens; fewer if context or cache are full, none
-        after a token that the draft model lacks."""
-        sequence = text.sequence
-        drafted: list[int] = []
-        try:
-            if sequence is None:
-                sequence = text.sequence = self.engine.new_sequence()
-            shared = shared_length(np.asarray(sequence.tokens), np.asarray(context[:-1]))
-            sequence.truncate(shared)
-            most = min(most, self.engine.context_length - len(context) + 1)
-            new = list(context[shared:])
-            # Models of one tokenizer can differ in how many unused tokens are added to it.
-            if most < 1 or max(new) >= self.engine.vocab_size:
-                return []
-            while len(drafted) < most:
-                started = perf_counter()
-                (logits,) = self.engine.forward([(sequence, new)])
-                new = [int(logits.argmax())]
-                drafted += new
-                if len(drafted) > 1:
-                    passed = perf_counter() - started
-                    self.token_seconds += (passed - self.token_seconds) * 5 * _MEMORY
-        except CacheFull:
-            pass
-        return drafted
+        if not known:
+            return 1.0 + _UNKNOWN_COST * tokens
+        beyond = max(tokens - known[-1], 0) / known[-1]
+        seconds = np.interp(tokens, known, [self._seconds[count] for count in known])
+        return float(seconds) * (1 + _UNKNOWN_COST * beyond)
 
 
 @dataclass(eq=False)
@@ -171,7 +132,9 @@ class Speculation:
         """
         self.costs = ForwardCosts()
         self._engine, self._most = engine, most
-        self._draft = DraftModel(draft) if draft is not None else None
+        self._draft = draft
+        self._draft_seconds = 0.0
+        """Seconds that the draft model takes for a token."""
         self._texts: dict[Generation, _Text] = {}
 
     def guess(self, generations: Sequence[Generation]) -> list[list[int]]:
@@ -201,14 +164,38 @@ class Speculation:
         sizes = self._sizes(chances, texts)
         for generation, text, size in zip(generations, texts, sizes, strict=True):
             if text.drafted:
-                assert self._draft is not None
-                text.guess = self._draft.guess(text, generation.context, size) if size else []
-                text.guess = [t for t in text.guess if t < self._engine.vocab_size]
+                drafted = self._drafted(text, generation.context, size) if size else []
+                text.guess = [token for token in drafted if token < self._engine.vocab_size]
             del text.guess[size:]
         return [text.guess for text in texts]
 
+    def _drafted(self, text: _Text, context: Sequence[int], most: int) -> list[int]:
+        """Return at most `most` tokens of the draft model; fewer if its context or cache are full, none
+        after a token that it lacks."""
+        engine = self._draft
+        assert engine is not None
+        drafted: list[int] = []
+        with suppress(CacheFull):
+            sequence = text.sequence = text.sequence or engine.new_sequence()
+            shared = shared_length(np.asarray(sequence.tokens), np.asarray(context[:-1]))
+            sequence.truncate(shared)
+            most = min(most, engine.context_length - len(context) + 1)
+            new = list(context[shared:])
+            # Models of one tokenizer can differ in how many unused tokens are added to it.
+            if most < 1 or max(new) >= engine.vocab_size:
+                return []
+            while len(drafted) < most:
+                started = perf_counter()
+                (logits,) = engine.forward([(sequence, new)])
+                new = [int(logits.argmax())]
+                drafted += new
+                if len(drafted) > 1:
+                    passed = perf_counter() - started
+                    self._draft_seconds += (passed - self._draft_seconds) * 5 * _MEMORY
+        return drafted
+
     def forget(self, generation: Generation) -> None:
-        """It is not running any more."""
+        """Close what is kept for a generation that does not run any more."""
         text = self._texts.pop(generation, None)
         if text is not None and text.sequence is not None:
             text.sequence.close()
@@ -220,12 +207,11 @@ class Speculation:
             ((chance, which) for which, own in enumerate(chances) for chance in own),
             key=lambda entry: -entry[0],
         )
-        drafting = self._draft.token_seconds if self._draft is not None else 0.0
         expected, extra, best = float(len(texts)), 0.0, 0
         rate = _WORTH * expected / self.costs.seconds(len(texts))
         for count, (chance, which) in enumerate(tokens, 1):
             expected += chance
-            extra += drafting * texts[which].drafted
+            extra += self._draft_seconds * texts[which].drafted
             faster = expected / (self.costs.seconds(len(texts) + count) + extra)
             if faster > rate:
                 rate, best = faster, count

@@ -6,9 +6,7 @@ and these into text as soon as a character is complete; bytes that cannot become
 """
 
 import codecs
-import ctypes
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +25,6 @@ SPECIAL_TOKENS = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
 
-_USUAL_CHARACTERS = 6
-"""Characters of a token; most texts have fewer."""
-_MARGIN = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -72,52 +67,31 @@ class TextTokenizer:
             raise UserError(f"{folder} has no {TOKENIZER_FILE}: copy the model's tokenizer there")
         with library_errors_as(f"{path} is damaged"):
             tokenizer = Tokenizer.from_file(str(path))
-        if trim := getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None):
-            trim(0)  # glibc would keep what parsing took, 56 MB for Qwen2.5
         return cls(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text; a special token that it spells becomes that token.
+        """Return the tokens of a text; a special token that it spells becomes that token.
 
-        Args:
-            add_special_tokens: what the tokenizer puts around a text, such as a token for the start.
+        `add_special_tokens`: what the tokenizer puts around a text, such as a token for the start.
 
         Raises `UserError` for half a character (a lone surrogate), which UTF-8 has no bytes for, and for
         a text that the tokenizer cannot encode.
         """
         with library_errors_as("the model's tokenizer.json cannot encode this text"):
-            try:
-                # Of a batch, unlike one text, other threads can go on meanwhile.
-                [found] = self._tokenizer.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )
-            except TypeError as error:
-                raise UserError(
-                    "the text is not Unicode: it has half a character (a surrogate)"
-                ) from error
-        return found.ids
-
-    def encode_within(
-        self, text: str, most: int, *, add_special_tokens: bool = True
-    ) -> list[int] | None:
-        """Return what `encode` does; None for more than `most` tokens, in most cases found out from the
-        beginning of the text."""
-        size = _USUAL_CHARACTERS * most + _MARGIN
-        if len(text) > size:
-            # What follows changes the last few tokens of a beginning at most.
-            beginning = self.encode(text[:size], add_special_tokens=False)
-            if len(beginning) > most + _MARGIN:
-                return None
-        tokens = self.encode(text, add_special_tokens=add_special_tokens)
-        return tokens if len(tokens) <= most else None
+            text.encode()  # names half a character; the tokenizer would not
+            # While a batch is encoded, unlike a single text, other threads can run.
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        return encoding.ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of whole tokens, as `TextStream` gives it piece by piece."""
+        """Return the text of whole tokens, as `TextStream` gives it piece by piece."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, is_start=True)
         return "".join([*map(stream.feed, tokens), stream.flush()])
 
     def token_id(self, token: str) -> int | None:
-        """The number of a token, None for one that the vocabulary lacks."""
+        """Return the number of a token, None for one that the vocabulary lacks."""
         return self._tokenizer.token_to_id(token)
 
     @property
@@ -201,14 +175,11 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        """Raises `UserError` for an empty string, which would end every text."""
-        if not all(stop):
-            raise UserError("a stop string is empty: leave it out")
         self._stop = tuple(stop)
         self._held = ""
         self._shown: list[bool] = []
         """Whether each held character is shown."""
-        self.found: str | None = None
+        self.ended_by: str | None = None
         """The stop string that ended the text."""
 
     def feed(self, text: str, *, is_shown: bool = True) -> str:
@@ -216,17 +187,13 @@ class StopStrings:
 
         `is_shown`: False for a special token's name, which a stop string may contain and no text has.
         """
-        if self.found is not None:
+        if self.ended_by is not None:
             return ""
         held = self._held + text
         self._shown += [is_shown] * len(text)
-        ends = [
-            (place + len(stop), place, stop)
-            for stop in self._stop
-            if (place := held.find(stop)) >= 0
-        ]
-        if ends:
-            _, place, self.found = min(ends)
+        places = [(held.find(stop), stop) for stop in self._stop]
+        if ends := [(place + len(stop), place, stop) for place, stop in places if place >= 0]:
+            _, place, self.ended_by = min(ends)
             return self._give(held[:place], "")
         keep = max((overlap(held, stop) for stop in self._stop), default=0)
         return self._give(held[: len(held) - keep], held[len(held) - keep :])
@@ -266,7 +233,7 @@ class GeneratedText:
     @property
     def stopped(self) -> bool:
         """A stop string has come; nothing further will be given out."""
-        return self._stop.found is not None
+        return self._stop.ended_by is not None
 
     def add(self, token: int) -> str:
         """The text that has become certain with this token."""
@@ -316,8 +283,8 @@ def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None
                 return None, 0
 
     def to_bytes(piece: str) -> bytes:
-        if has_byte_tokens and (found := _BYTE_TOKEN.fullmatch(piece)):
-            return bytes([int(found[1], 16)])
+        if has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
         for old, new in replacements:
             piece = piece.replace(old, new)
         return piece.encode()

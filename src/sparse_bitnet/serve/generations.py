@@ -171,8 +171,8 @@ def embedding_requests(
 
 def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
     """Return the tokens of a text. Raises `ApiError` for more than `most`."""
-    tokens = model.tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
-    if tokens is None:
+    tokens = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if len(tokens) > most:
         raise _too_long(most)
     return tokens
 

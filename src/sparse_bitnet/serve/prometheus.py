@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the server: counters and histograms that `/metrics` shows, in Prometheus' text format."""
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from sparse_bitnet.generation.request import Generation
 from sparse_bitnet.generation.scheduler import Load, Observer
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -49,20 +52,14 @@ class ServerMetrics(Observer):
         self._generated.inc()
         (self._first if first else self._token).observe(seconds)
 
-    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self._prompt.inc(prompt_tokens)
-        self._cached.inc(cached_tokens)
-
-    def ended(self, outcome: str, seconds: float) -> None:
-        self._requests.labels(outcome).inc()
-        self._whole.observe(seconds)
-
-    def guessed(self, tokens: int, accepted: int) -> None:
-        self._guessed.inc(tokens)
-        self._accepted.inc(accepted)
-
-    def preempted(self) -> None:
-        self._preempted.inc()
+    def ended(self, generation: Generation) -> None:
+        self._requests.labels(generation.finish_reason).inc()
+        self._whole.observe(time.perf_counter() - generation.arrived)
+        self._prompt.inc(generation.prompt_tokens if generation.started else 0)
+        self._cached.inc(generation.cached_tokens)
+        self._guessed.inc(generation.guessed_tokens)
+        self._accepted.inc(generation.accepted_tokens)
+        self._preempted.inc(generation.pauses)
 
     def responded(self, path: str, status: int) -> None:
         """An HTTP response has begun; `path` is one of the server's own."""

@@ -300,6 +300,4 @@ def tool_grammar(
             f"BEGIN: /{begins}/",
             rf"END: (/(.|\n)*/ & ~/(.|\n)*({ends})(.|\n)*/) /{ends}/",
         ]
-    names = ", ".join(function.name for function in bound)
-    about = f"{'tool' if len(bound) == 1 else 'tools'} {names:.1000}" if bound else ""
-    return Grammar.lark("\n".join(rules), about)
+    return Grammar.lark("\n".join(rules))
