@@ -40,7 +40,7 @@ _Rendered = TypeVar("_Rendered")
 
 
 def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
-    """A row's conversation as JSON: its messages, or these and its tools.
+    """Return a row's conversation as JSON: its messages, or these and its tools.
 
     Messages are a list of `{"role", "content"}` or of ShareGPT's `{"from", "value"}`, or the JSON of one;
     for the column "messages" also in "conversations", or Alpaca's "instruction", "input" and "output".
@@ -125,7 +125,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_template(
     tokenizer: "PreTrainedTokenizerFast", tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """The tokenizer's chat template, of several the one for `tools`. Raises `UserError` for none."""
+    """Return the tokenizer's chat template, of several the one for `tools`. Raises `UserError` for none."""
     try:
         return tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
@@ -160,7 +160,7 @@ def end_of_turn_tokens(
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarray:
-    """A conversation, as `check_conversation` gives it, in the form of stored tokens: uint32 [tokens].
+    """Return a conversation, as `check_conversation` gives it, as stored tokens: uint32 [tokens].
 
     A token is learnt where all of its text is the assistant's. Where a template writes an answer in
     another way once others follow (without its thoughts), the conversation comes once for each of them.
@@ -198,7 +198,7 @@ def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:
 def _texts(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
 ) -> list[tuple[str, _Spans]]:
-    """Texts, and where in each of them what is learnt stands."""
+    """Return texts, and where in each of them what is learnt stands."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     functions = [call.get("function", call) for call in calls]
     written = [call_arguments(function.get("arguments")) for function in functions]

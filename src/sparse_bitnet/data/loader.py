@@ -64,7 +64,7 @@ class Windows:
         return len(self._starts)
 
     def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """`(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations also
+        """Return `(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations also
         the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
         length = self.length
         if self._starts is None:
@@ -86,7 +86,7 @@ class Windows:
         return ids[:, :-1], labels[:, 1:], (places - begins)[:, :-1]
 
     def learnt(self, windows: np.ndarray) -> int:
-        """How many predictions of some windows of conversations count."""
+        """Return how many predictions of some windows of conversations count."""
         assert self._learnt is not None
         return int(self._learnt[windows].sum())
 
@@ -137,14 +137,8 @@ class TokenLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Check the sizes.
-
-        Args:
-            dataset: the tokens.
-            sequence_length: tokens the model sees at once.
-            batch_size: sequences of one step over all ranks together.
-            seed: of the shuffling.
-            rank, world_size: which part of each batch this loader returns.
+        """Load windows of `sequence_length` tokens, shuffled by `seed`; `batch_size` of them are one step of
+        all ranks together.
 
         Raises `UserError` for data shorter than one window, and for a batch that does not divide over the
         ranks.

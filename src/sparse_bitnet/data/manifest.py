@@ -16,7 +16,7 @@ data of up to 10 GB, in seconds. `prepare`, run again on a finished folder, comp
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -147,37 +147,29 @@ def token_dtype(vocab_size: int, is_chat: bool = False) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4")
 
 
-def _check_size(folder: Path, shard: Shard, dtype: np.dtype) -> None:
-    """Raise `UserError` where a shard is missing or has another size than its tokens need."""
-    path, expected = folder / shard.file, shard.tokens * dtype.itemsize
-    if not path.is_file():
-        raise UserError(f"{path}: this shard is missing; prepare the data again")
-    if (size := path.stat().st_size) != expected:
-        what = "truncated" if size < expected else "too long"
-        raise UserError(
-            f"{path}: {what} ({size:,} bytes, expected {expected:,}); copy this file again or prepare "
-            "the data again"
-        )
-
-
 def check_shards(
-    folder: Path, shards: Iterable[Shard], dtype: np.dtype, *, checksums: bool = True
+    folder: Path, shards: Sequence[Shard], dtype: np.dtype, *, checksums: bool = True
 ) -> None:
     """Compare shards with the manifest: their sizes and, if asked, their checksums.
 
     Raises `UserError` that names the first one that is missing, truncated or corrupt.
     """
-    shards, done = list(shards), 0
     for shard in shards:
-        _check_size(folder, shard, dtype)
-    total = sum(shard.tokens for shard in shards) * dtype.itemsize
+        path, expected = folder / shard.file, shard.tokens * dtype.itemsize
+        remedy = "copy this file again or prepare the data again"
+        if not path.is_file():
+            raise UserError(f"{path}: this shard is missing; {remedy}")
+        if (size := path.stat().st_size) != expected:
+            what = "truncated" if size < expected else "too long"
+            raise UserError(f"{path}: {what} ({size:,} bytes, expected {expected:,}); {remedy}")
+    total, done = sum(shard.tokens for shard in shards) * dtype.itemsize, 0
     with Progress() as progress:
         line = progress.line(f"checking {folder}", "MB", 1e6)
         for shard in shards if checksums else ():
             if shard.crc32 != (checksum := f"{file_crc32(folder / shard.file):08x}"):
                 raise UserError(
                     f"{folder / shard.file}: corrupt (checksum {checksum}, expected {shard.crc32}); "
-                    "copy this file again or prepare the data again"
+                    f"{remedy}"
                 )
             done += shard.tokens * dtype.itemsize
             line(done, total)

@@ -139,11 +139,8 @@ class TokenDataset:
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         """Use `TokenDataset.open`, which checks the files."""
-        self.folder = folder
-        self.split = split
-        self.manifest = manifest
-        self.vocab_size = manifest.vocab_size
-        self.eos_token_id = manifest.eos_token_id
+        self.folder, self.split, self.manifest = folder, split, manifest
+        self.vocab_size, self.eos_token_id = manifest.vocab_size, manifest.eos_token_id
         self.is_chat = manifest.is_chat
         self.dtype = token_dtype(manifest.vocab_size, self.is_chat)
         self.shards = manifest.splits[split].shards
@@ -154,17 +151,10 @@ class TokenDataset:
     def open(
         cls, folder: str | os.PathLike[str], split: str = "train", *, verify: bool = True
     ) -> "TokenDataset":
-        """Open a split and check its shards.
+        """Open a split, "train" or "validation", of what `prepare` wrote, and check its shards.
 
-        Args:
-            folder: what `prepare` wrote.
-            split: "train" or "validation".
-            verify: compare checksums too, as `manifest` says; False for the other processes of a run in
-                which one does.
-
-        Raises:
-            UserError: not prepared data, unfinished, of another version, without tokens in this
-                split; or a shard is missing, truncated or corrupt: the message names it.
+        `verify`: compare checksums too, as `manifest` says; one process of a run does. Raises `UserError`
+        for data that is absent, unfinished, damaged, or without tokens in this split.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
@@ -185,10 +175,10 @@ class TokenDataset:
             )
 
     def check_tokenizer(self, folder: Path, name: str) -> bool:
-        """Whether a model folder says with which tokenizer the model was trained.
+        """Return whether a model folder says with which tokenizer the model was trained.
 
         `name` is the model's, for messages. Raises `UserError` where that is another tokenizer than the
-        data's, but for the end token, which may have been chosen anew for the data.
+        data's, apart from the end token, which `prepare` can choose.
         """
         theirs: str | None = None
         if has_tokenizer(folder):
@@ -208,8 +198,7 @@ class TokenDataset:
         return theirs is not None
 
     def check_ids(self, ids: np.ndarray) -> None:
-        """Raise `UserError` for token ids that the vocabulary does not hold: a shard that another
-        program wrote."""
+        """Raise `UserError` for token ids beyond the vocabulary: another program wrote the shard."""
         if ids.size and (largest := int(ids.max())) >= self.vocab_size:
             raise UserError(
                 f"{self.folder}: its {self.split} text holds token {largest:,}, its vocabulary "
