@@ -125,7 +125,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_template(
     tokenizer: "PreTrainedTokenizerFast", tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """Return the tokenizer's chat template, of several the one for `tools`. Raises `UserError` for none."""
+    """Return the tokenizer's chat template, of several that for `tools`. Raises `UserError` for none."""
     try:
         return tokenizer.get_chat_template(tools=tools)
     except ValueError as error:

@@ -64,8 +64,8 @@ class Windows:
         return len(self._starts)
 
     def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return `(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations also
-        the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
+        """Return `(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations
+        also the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
         length = self.length
         if self._starts is None:
             text = np.empty((len(windows), length + 1), np.int64)
@@ -137,8 +137,8 @@ class TokenLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Load windows of `sequence_length` tokens, shuffled by `seed`; `batch_size` of them are one step of
-        all ranks together.
+        """Load windows of `sequence_length` tokens, shuffled by `seed`; `batch_size` of them are one step
+        of all ranks together.
 
         Raises `UserError` for data shorter than one window, and for a batch that does not divide over the
         ranks.
