@@ -115,7 +115,7 @@ def gguf_file(folder: Path, type: str) -> Path:
     path = out / f"model-{type.upper()}.gguf"
     if not path.is_file():
         command = [sys.executable, "-m", "sparse_bitnet", "export", str(folder), str(out)]
-        command += ["--format", f"gguf-{type}", "--embeddings", "q8_0"]
+        command += ["--to", f"gguf-{type}", "--embeddings", "q8_0"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not path.is_file():
             raise UserError((done.stderr.strip().splitlines() or ["the export failed"])[-1])

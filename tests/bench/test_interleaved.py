@@ -166,7 +166,6 @@ def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str |
             "-m",
             "sparse_bitnet",
             "bench",
-            "--model",
             str(tmp_path),
             "--out",
             str(out),
@@ -211,7 +210,7 @@ def test_the_engine_itself(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from sparse_bitnet.cli.main import main\n"
-        f"main(['bench', '--model', {str(tmp_path / 'model')!r}, '--threads', '1', '--prefill', '9',"
+        f"main(['bench', {str(tmp_path / 'model')!r}, '--threads', '1', '--prefill', '9',"
         " '--contexts', '0', '70', '--batches', '1', '3', '--rounds', '2', '--steps', '2',"
         f" '--out', {str(tmp_path / 'rows.jsonl')!r}])\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"

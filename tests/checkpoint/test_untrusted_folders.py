@@ -89,7 +89,7 @@ def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
         "train --init {model} --data {data} --out {out} --steps 1 --device cpu --sequence-length 16",
         "prepare --input {text} --tokenizer {model} --out {out}",
         "pack {model} {out}",
-        "export {model} {out} --format bitnet --verify",
+        "export {model} {out} --to bitnet --verify",
         "import {model} {out}",
         "analyze {model}",
         "pack {model} --dry-run",

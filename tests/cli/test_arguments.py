@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from sparse_bitnet.cli.arguments import OutArgument, Positional, parse
+from sparse_bitnet.cli.arguments import CheckpointArgument, OutArgument, parse
 from sparse_bitnet.errors import UserError
 
 
@@ -56,9 +56,9 @@ class Config:
 
 
 def entry(
-    folder: Annotated[str, Positional("FOLDER")],
+    folder: Annotated[str, "FOLDER"],
     config: Config,
-    more: Annotated[tuple[str, ...], Positional("[MORE ...]")] = (),
+    more: Annotated[tuple[str, ...], "[MORE ...]"] = (),
 ) -> tuple[str, Config]:
     """Do it.
 
@@ -73,9 +73,9 @@ def entry(
 
 
 def places(
-    folder: Annotated[str, Positional("FOLDER")],
+    folder: Annotated[str, "FOLDER"],
     config: Config,
-    out: Annotated[str | None, Positional("[OUT]")] = None,
+    out: Annotated[str | None, "[OUT]"] = None,
 ) -> list[str | None]:
     """Do it."""
     return [folder, out]
@@ -106,6 +106,7 @@ def test_values_arrive(capsys):
         (["x", "--lr", "1"], "--lr is not an option;"),
         (["x", "-z"], "-z is not an option;"),
         (["x", "--name", "-z"], "-z is not an option"),
+        (["x", "--max_tokens", "1"], "--max_tokens is not an option (did you mean --max-tokens?)"),
         (["x", "--steps"], "--steps: expected one argument"),
         (["x", "--steps="], "--steps: it is empty"),
         (["x", "--name", ""], "--name: it is empty"),
@@ -134,21 +135,26 @@ def test_ways_to_write_options():
         *"xy"
     ]
     assert parse(places, ["x", "--on"], prog="p") == ["x", None]
-    assert parse(entry, ["--max_tokens", "7", "--", "-x"], prog="p") == ("-x", Config(max_tokens=7))
+    assert parse(entry, ["--max-tokens", "7", "--", "-x"], prog="p") == ("-x", Config(max_tokens=7))
 
 
 def test_options_of_llama_cpp():
-    def chat(
-        checkpoint: Annotated[str, Positional("CHECKPOINT")], config: Config
-    ) -> tuple[str, Config]:
+    @dataclass(kw_only=True)
+    class Talk:
+        prompt: str = ""
+        max_tokens: int = 1
+        words: tuple[str, ...] = ()
+
+    def chat(checkpoint: CheckpointArgument, talk: Talk) -> tuple[str, Talk]:
         """Talk."""
-        return checkpoint, config
+        return checkpoint, talk
 
     written = ["--words", "a", "-m", "model", "-p", "hi", "-n", "5"]
-    values = {"words": ("a",), "prompt": "hi", "max_tokens": 5}
-    assert parse(chat, written, prog="sparse-bitnet chat") == ("model", Config(**values))
-    for option, meant in (("-p", "(did you mean --prompt?)"), ("-m", ": write CHECKPOINT without")):
-        with pytest.raises(UserError, match=rf"^{option} is not an option ?{re.escape(meant)}"):
+    expected = ("model", Talk(words=("a",), prompt="hi", max_tokens=5))
+    assert parse(chat, written, prog="sparse-bitnet chat") == expected
+    refused = {"-p": " (did you mean --prompt?)", "-m": ": write CHECKPOINT without it"}
+    for option, meant in {**refused, "-prompt": ""}.items():
+        with pytest.raises(UserError, match=rf"^{option} is not an option{re.escape(meant)}"):
             parse(chat, ["x", option, "y"], prog="sparse-bitnet other")
 
 
@@ -171,7 +177,7 @@ def test_help_prints_and_exits(capsys):
     assert stop.value.code == 0
     printed = "".join(capsys.readouterr())
     assert "--steps" in printed
-    assert "--stride INT" in printed
+    assert "--stride N" in printed
     assert "{None}" not in printed
     assert "Or none, in which case it is found by looking." in " ".join(printed.split())
     assert "How fast (in m/s)." in printed

@@ -52,8 +52,8 @@ BAD_INPUT = [
     (["prepare", "nowhere/*.jsonl", "out", "--vocab-size", "300"], "nowhere/*.jsonl"),
     (["evaluate", "x", "--data", "x", "--limit", "5"], "--limit is an option of --tasks"),
     (["evaluate", "x", "--tasks", "x", "--stride", "5"], "--stride is an option of --data"),
-    (["evaluate", "x", "--data", "x", "--json", "no/folder.json"], "cannot write no/folder.json"),
-    (["import", "nowhere", "out", "--embeddings", "int8"], "give --packed"),
+    (["evaluate", "x", "--data", "x", "--out", "no/folder.json"], "cannot write no/folder.json"),
+    (["import", "nowhere", "out", "--embeddings", "int8"], "give --packed-format"),
     (["reproduce", "all", "tabel2", "--dry-run"], "experiment 'tabel2' is unknown"),
     (["reproduce", "--dry-run", "--workers", "0"], "--workers 0: must be at least 1"),
     (["reproduce", "--dry-run", "--budget-minutes", "nan"], "--budget-minutes nan"),
@@ -72,19 +72,23 @@ BAD_INPUT = [
 BAD_OPTIONS = [
     (["train", "--steps", "0"], "steps=0: must be above 0"),
     (["train", "--stepz", "1"], "--stepz"),
-    (["export", "run", "out"], "required: --format; see sparse-bitnet export --help"),
+    (["export", "run", "out"], "required: --to; see sparse-bitnet export --help"),
     (["train", "--lr", "1"], "--lr is not an option (did you mean --learning-rate?)"),
     (["train", "--recip", "paper"], "--recip is not an option (did you mean --recipe?)"),
     (["train", "--out", ""], "--out: it is empty"),
     (["generate", "--model", "x"], "--model is not an option: write CHECKPOINT without it"),
     (["serve", "x", "-n", "y"], "--max-tokens: 'y' is not a whole number"),
+    (["chat", "x", "-p", "y"], "-p is not an option (did you mean --system?)"),
+    (["serve", "x", "-p", "1"], "-p is not an option (did you mean --port?)"),
+    (["bench", "--model", "x"], "--model is not an option: write [MODEL] without it"),
     (["bench", "-m", "x", "-p", "y"], "--prefill: 'y' is not a whole number"),
     (["help", "generat"], "unknown command 'generat' (did you mean generate?)"),
     (["help", "nonsense"], "unknown command 'nonsense'; "),
     (["eval", "x"], "unknown command 'eval' (did you mean evaluate?)"),
     (["TRAIN"], "unknown command 'TRAIN' (did you mean train?)"),
     ([""], "unknown command ''; "),
-    (["distill", "--data", "data", "teacher", "out"], "TEACHER and OUT come first"),
+    (["distill", "--steps", "1", "teacher"], "OUT is missing; see sparse-bitnet distill --help"),
+    (["distill", "teacher", "out", "--model", "x"], "--model is not an option"),
 ]
 LIGHT = "import sys; assert not {'torch', 'transformers'} & {*sys.modules}"
 
@@ -113,6 +117,29 @@ def test_help_of_every_command_needs_no_torch(told, command):
     assert command in done.output
     assert "{None}" not in done.output
     assert "(default: None)" not in done.output
+
+
+def test_help_is_in_groups_and_has_what_the_command_takes(told):
+    train, distill = told["train", "--help"].output, told["distill", "--help"].output
+    headings = ["options:", "distillation:", "model:", "optimiser:", "precision and speed:"]
+    places = [train.index(f"\n{heading}\n") for heading in headings]
+    assert places == sorted(places)
+    first = re.findall(r"--[\w-]+", train[places[0] : places[1]])
+    assert {"--data", "--out", "--format", "--steps", "--learning-rate"} <= set(first)
+    assert "--steps N" in train
+    assert "--learning-rate RATE" in train
+    assert re.search(r"TEACHER +Model to start from", distill)
+    assert re.search(r"OUT +Run folder", distill)
+    assert not {"--model", "--out", "--teacher"} & set(re.findall(r"--[a-z-]+ [A-Z]", distill))
+    shown = told["generate", "--help"].output
+    for line in (
+        "prompt:",
+        "sampling:",
+        "engine:",
+        "-p PROMPT, --prompt PROMPT",
+        "{auto,cpu,cuda}",
+    ):
+        assert line in shown
 
 
 @pytest.mark.parametrize("words", [["help", "pack"], ["--help", "pack"], ["pack", "-x", "--help"]])

@@ -106,7 +106,7 @@ def check_core(tmp_path, python, prelude):
     export(folder.parent / "trained", tmp_path / "gguf", ExportConfig(format="gguf-tq2_0"))
     (file,) = (tmp_path / "gguf").glob("*.gguf")
     few = ["--threads", "1", "--weight-format", "i2"]
-    bench = ["--model", "packed", "--rounds", "1", "--steps", "1", "--quick", *few]
+    bench = ["packed", "--rounds", "1", "--steps", "1", "--quick", *few]
     runs = [
         ["models"],
         ["env"],
@@ -114,7 +114,7 @@ def check_core(tmp_path, python, prelude):
         ["generate", "packed", "--prompt", "1 2", "--max-tokens", "3", *few],
         ["chat", "packed", "--max-tokens", "3", *few],
         ["serve", "packed", "--port", "0", *few],
-        ["import", str(file), "imported", "--packed", "auto", "--embeddings", "int8"],
+        ["import", str(file), "imported", "--packed-format", "auto", "--embeddings", "int8"],
         ["generate", "imported", "--prompt", "some text", "--max-tokens", "3", *few],
     ]
     refused = [

@@ -174,8 +174,8 @@ GIVEN |= {
 }
 """What stands for the names in them."""
 MAKE = """
-sparse-bitnet export run folder --format compressed-tensors-w8a8
-sparse-bitnet export run gguf --format gguf-tq2_0
+sparse-bitnet export run folder --to compressed-tensors-w8a8
+sparse-bitnet export run gguf --to gguf-tq2_0
 python -c "from pathlib import Path; [one.rename('model.gguf') for one in Path('gguf').glob('*.gguf')]"
 sparse-bitnet prepare book.txt data2 --tokenizer run/final
 """

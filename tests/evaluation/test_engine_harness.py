@@ -177,7 +177,7 @@ def test_the_cpu_engine_scores_tasks_as_pytorch_does(packed, tasks, tmp_path, ca
     names = list(TASKS)
     options = ["--tasks", ",".join(names), "--include-path", str(tasks), "--fewshot", "1"]
     scores = tmp_path / "scores.json"
-    evaluate.main([str(packed), *options, "--engine", "cpu", "--json", str(scores)])
+    evaluate.main([str(packed), *options, "--engine", "cpu", "--out", str(scores)])
     assert "acc_norm" in capsys.readouterr().out
     ours = json.loads(scores.read_text())
     theirs = evaluate_tasks(
@@ -199,7 +199,7 @@ def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsy
         options = ["--context-length", "100", "--stride", "70", "--batch-size", "3"]
         options += ["--precision", "float32"] if engine == "transformers" else ["--threads", "2"]
         output = tmp_path / f"{engine}.json"
-        arguments = [str(packed), "--data", str(text), "--engine", engine, "--json", str(output)]
+        arguments = [str(packed), "--data", str(text), "--engine", engine, "--out", str(output)]
         evaluate.main([*arguments, *options])
         found[engine] = json.loads(output.read_text())
     cpu, reference = found["cpu"], found["transformers"]

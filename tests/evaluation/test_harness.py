@@ -336,7 +336,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):
 def test_the_command_prints_metrics_and_writes_lm_evals_json(checkpoint, tasks, tmp_path, capsys):
     scores = tmp_path / "scores.json"
     task = ["--tasks", "doubling", "--include-path", str(tasks)]
-    evaluate.main([*task, str(checkpoint), "--json", str(scores)])
+    evaluate.main([*task, str(checkpoint), "--out", str(scores)])
     text = capsys.readouterr().out
     assert "acc_norm" in text
     written = json.loads(scores.read_text())

@@ -151,7 +151,7 @@ def test_full_precision_models_go_to_dense_without_a_warning(
     assert result.verification.failures == []
     for format in FITTING:
         if format != "dense":
-            with pytest.raises(UserError, match="use --format dense"):
+            with pytest.raises(UserError, match="use --to dense"):
                 export(folder, tmp_path / "no", ExportConfig(format=format))
     assert not (tmp_path / "no").exists()
 
@@ -200,11 +200,11 @@ def test_options_are_checked() -> None:
 
 
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "dense"])
+    main(["export", str(checkpoint), str(tmp_path / "out"), "--to", "dense"])
     printed = capsys.readouterr().out
     assert "dense, 0." in printed
     assert "note: these are the effective weights" in printed.replace("\n", " ")
     with pytest.raises(SystemExit) as stopped:
-        main(["export", str(checkpoint), str(tmp_path / "out"), "--format", "dense"])
+        main(["export", str(checkpoint), str(tmp_path / "out"), "--to", "dense"])
     assert stopped.value.code == 2
     assert "exists already" in capsys.readouterr().err

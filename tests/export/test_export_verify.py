@@ -119,7 +119,7 @@ def test_the_command_prints_a_table_and_the_card_keeps_it(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    main(["export", str(checkpoint), str(out), "--format", "bitnet", "--verify"])
+    main(["export", str(checkpoint), str(out), "--to", "bitnet", "--verify"])
     printed = capsys.readouterr().out
     assert "best token" in printed
     assert "(bound 1%)" in printed
@@ -140,7 +140,7 @@ def test_the_command_exits_with_2_when_out_of_bounds(
 
     faulty = changed(wrong, ternary=doubled)
     monkeypatch.setattr(export_checkpoint, "open_checkpoint", lambda checkpoint, *kinds: faulty)
-    command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", "bitnet", "--verify"]
+    command = ["export", str(checkpoint), str(tmp_path / "out"), "--to", "bitnet", "--verify"]
     with pytest.raises(SystemExit) as stopped:
         main(command)
     assert stopped.value.code == 2

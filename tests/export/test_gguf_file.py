@@ -27,7 +27,7 @@ def test_the_smallest_preset_is_written(
     checkpoint = make_checkpoint(
         steps=1, hidden_size=96, intermediate_size=352, num_attention_heads=3, num_key_value_heads=1
     )
-    main(["export", str(checkpoint), str(tmp_path / "out"), "--format", format])
+    main(["export", str(checkpoint), str(tmp_path / "out"), "--to", format])
     printed = " ".join(capsys.readouterr().out.split())
     assert "of 14 layers 14 as Q8_0" in printed
     (file,) = (tmp_path / "out").glob("*.gguf")

@@ -390,7 +390,7 @@ def test_an_ordinary_file_is_a_start_and_a_teacher(tmp_path: Path, family: str, 
 
 @pytest.mark.parametrize(
     "command",
-    ["pack IN OUT", "import IN OUT", "export IN OUT --format dense", "generate IN --prompt a"]
+    ["pack IN OUT", "import IN OUT", "export IN OUT --to dense", "generate IN --prompt a"]
     + [f"generate IN --prompt a --engine {engine}" for engine in ("cpu", "transformers")],
 )
 def test_who_takes_no_ordinary_file_names_distill(

@@ -213,18 +213,18 @@ def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
         (
             "weight_scale",
             lambda t: t * torch.arange(1, 193)[:, None],
-            "several scales, which masters cannot have: import it with --packed auto",
+            "several scales, which masters cannot have: import it with --packed-format auto",
         ),
         ("weight_scale", lambda t: t * 0, "weight scale is not a positive number"),
         (
             "weight_scale",
             lambda t: t * 0 + 3e38,
-            "which masters can have: import it with --packed auto",
+            "which masters can have: import it with --packed-format auto",
         ),
         (
             "weight_scale",
             lambda t: t * 0 + 3e-6,
-            "which masters can have: import it with --packed auto",
+            "which masters can have: import it with --packed-format auto",
         ),
     ],
 )
@@ -297,7 +297,9 @@ def test_the_command(w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         capsys.readouterr().out.split()
     )
     shutil.rmtree(tmp_path / "back")
-    main(["import", str(w2a8), str(tmp_path / "back"), "--pattern", "8:8", "--packed", "auto"])
+    main(
+        ["import", str(w2a8), str(tmp_path / "back"), "--pattern", "8:8", "--packed-format", "auto"]
+    )
     with pytest.raises(SystemExit) as stopped:
         main(["import", str(w2a8), str(tmp_path / "back")])
     assert stopped.value.code == 2

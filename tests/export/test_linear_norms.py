@@ -121,7 +121,7 @@ def test_settings_of_the_wrong_form(
 
 def test_masters_have_no_such_norms(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
-    with pytest.raises(UserError, match=r"a norm in each linear.*--packed auto"):
+    with pytest.raises(UserError, match=r"a norm in each linear.*--packed-format auto"):
         import_checkpoint(folder, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 

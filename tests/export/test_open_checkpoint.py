@@ -101,9 +101,7 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
     name = next(iter(source.layers))
     weight = source.effective(name)
     assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
-    with pytest.raises(
-        UserError, match="full-2:4: bitnet holds ternary weights; use --format dense"
-    ):
+    with pytest.raises(UserError, match="full-2:4: bitnet holds ternary weights; use --to dense"):
         check(source, "bitnet")
 
 

@@ -127,7 +127,7 @@ def test_groups_that_no_packed_format_has_are_refused(
     trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = trained("per-group:size=16")
-    with pytest.raises(UserError, match=r"q_proj scales \[64, 4\] for .*export --format dense"):
+    with pytest.raises(UserError, match=r"q_proj scales \[64, 4\] for .*export --to dense"):
         pack_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     exported(source, tmp_path / "dense", "dense")

@@ -20,8 +20,8 @@ Trained = Callable[..., Path]
 
 
 def test_choices_are_those_of_the_package() -> None:
-    for config, field in ((command.PackConfig, "format"), (ImportConfig, "packed")):
-        hints = get_type_hints(config)
+    for config in (command.PackConfig, ImportConfig):
+        hints, field = get_type_hints(config), "packed_format"
         choices = [name for each in get_args(hints[field]) for name in get_args(each) or (each,)]
         assert choices[: len(FORMATS) + 1] == ["auto", *FORMATS]
         assert get_args(hints["embeddings"]) == ("auto", *EMBEDDINGS)
@@ -31,7 +31,7 @@ def test_packs_and_compares(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command.main([str(trained()), str(out), "--format", "nm-enum", "--embeddings", "int8"])
+    command.main([str(trained()), str(out), "--packed-format", "nm-enum", "--embeddings", "int8"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Packed ternary-6:8 as nm-enum" in printed
     assert "equal the trained model's bit for bit" in printed

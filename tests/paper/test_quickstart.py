@@ -144,7 +144,7 @@ def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
     run = str((Path(config.out) / row["checkpoint"]).parent)
     limit = str(row["validation_tokens"])
     arguments = [run, "--data", f"{config.out}/data", "--max-tokens", limit]
-    evaluate_cli.main([*arguments, "--json", str(tmp_path / "out.json")])
+    evaluate_cli.main([*arguments, "--out", str(tmp_path / "out.json")])
     assert f"{row['perplexity']:.4f}" in capsys.readouterr().out
     assert '"format": "ternary-6:8"' in (tmp_path / "out.json").read_text("utf-8")
 

@@ -263,7 +263,7 @@ def test_evaluate_scores_answers_as_training_does(
             (tmp_path / "packed", ["--engine", "cpu"]),
         ):
             out = tmp_path / f"{engine[1]}-{length}.json"
-            evaluate([str(model), *options, *engine, "--json", str(out)])
+            evaluate([str(model), *options, *engine, "--out", str(out)])
             reports.append(json.loads(out.read_text()))
             assert reports[-1]["tokens"] == learnt
         assert reports[1]["mean_nll"] == pytest.approx(reports[0]["mean_nll"], rel=1e-3)

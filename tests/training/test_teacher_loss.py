@@ -280,9 +280,9 @@ def test_the_command(distil: Any, teacher: Path, tmp_path: Path) -> None:
     stored = read_config(out)
     assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 1e-3)
     distill([str(teacher), str(out), "--data", distil().data])
-    with pytest.raises(UserError, match="distill: OUT is missing"):
+    with pytest.raises(UserError, match="OUT is missing"):
         distill([str(teacher), "--steps", "1"])
     with pytest.raises(UserError, match="unexpected argument more"):
         distill([str(teacher), str(out), "more"])
-    with pytest.raises(UserError, match="TEACHER and OUT come first; leave --teacher out"):
+    with pytest.raises(UserError, match="--teacher is not an option"):
         distill([str(teacher), str(out), "--teacher", "other"])

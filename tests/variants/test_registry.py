@@ -194,7 +194,7 @@ def test_saved_and_packed_it_computes_the_same(text: str, tmp_path: Path) -> Non
         packed = from_pretrained(tmp_path / "packed")
         torch.testing.assert_close(packed(ids).logits, expected, rtol=1e-5, atol=1e-5)
     else:
-        with pytest.raises(UserError, match="export --format dense"):
+        with pytest.raises(UserError, match="export --to dense"):
             pack_checkpoint(tmp_path / "saved", tmp_path / "packed")
         assert not (tmp_path / "packed").exists()
 

@@ -3,7 +3,7 @@
 immediate."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from sparse_bitnet.engine.engine_options import WeightFormat
 from sparse_bitnet.errors import check_least, refuse_unused
@@ -18,7 +18,12 @@ PAPER_DECODE = (64, 128, 256, 512)
 class BenchOptions:
     """Models, formats and sizes to measure on the CPU."""
 
-    model: str = "qwen2.5-1.5b"
+    GROUPS: ClassVar = {
+        **{"pattern": "random weights", "weight_format": "engine", "prefill": "sizes"},
+        "rounds": "repetitions",
+    }
+
+    model: Annotated[str, "[MODEL]"] = "qwen2.5-1.5b"
     """Model to measure: a packed folder, or a preset or published shape (bitnet-2b4t, qwen3-8b) with
     random weights."""
 

@@ -296,7 +296,7 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
         known = dict.fromkeys(row.model_type for row in ARCHITECTURES)
         raise UserError(
             f"the GGUF export covers the architectures {', '.join(known)}, not {model_type}; use "
-            "--format bitnet"
+            "--to bitnet"
         )
     own = config.get(LINEAR_NORMS)
     rows = [row for row in rows if row.linear_norms == bool(own)]
@@ -316,7 +316,7 @@ def _expect(where: str, setting: str, value: object, expected: object) -> None:
     if value != expected:
         raise UserError(
             f"{where}: {setting}={value} is not covered by the GGUF export, which writes {expected}; "
-            "use --format bitnet"
+            "use --to bitnet"
         )
 
 

@@ -147,7 +147,7 @@ def open_ternary(path: str | Path) -> Checkpoint:
     if checkpoint.format.weight != "ternary":
         raise UserError(
             f"{checkpoint.folder} holds full-precision weights ({checkpoint.format}), which no packed "
-            "format holds: `sparse-bitnet export --format dense` writes them for other tools"
+            "format holds: `sparse-bitnet export --to dense` writes them for other tools"
         )
     return checkpoint
 

@@ -82,7 +82,7 @@ class TrainedCheckpoint(Checkpoint):
             raise UserError(
                 f"{self.folder}: {self.format.quantizer} gives {layer} scales "
                 f"{list(weight_scale.shape)} for {list(codes.shape)} weights; packed are one a matrix, "
-                f"a row, or {', '.join(map(str, SCALE_GROUPS))} weights: use `export --format dense`"
+                f"a row, or {', '.join(map(str, SCALE_GROUPS))} weights: use `export --to dense`"
             )
         return TernaryWeight(codes, weight_scale)
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options through argparse: parameters of a function, and fields of its dataclasses."""
+"""Command-line options through argparse: parameters of a function, and fields of its dataclasses.
+
+A word in an `Annotated` type is a place ("OUT", or "[OUT]" if it may be left out), another name ("--to"),
+or one of `HIDDEN` and `APPENDED`. `--help` lists the fields of a dataclass under its parameter's name and
+the headings in its `GROUPS`, each by the first field below it; `MOST_USED` fields come first.
+"""
 
 import argparse
 import ast
@@ -18,37 +23,35 @@ from sparse_bitnet.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Positional:
-    """Mark of a parameter that is given by its place, under this name in help and messages."""
-
-    name: str
-
-
-CheckpointArgument = Annotated[str, Positional("CHECKPOINT")]
-OutArgument = Annotated[str, Positional("OUT")]
-HIDDEN = "no option"
+CheckpointArgument = Annotated[str, "CHECKPOINT"]
+OutArgument = Annotated[str, "OUT"]
+HIDDEN = "hidden"
 """Mark of a field that the command line does not set."""
-APPENDED = "one value each time the option is given"
-"""Mark of a tuple with one value per option given; other tuples take several values each time."""
+APPENDED = "appended"
+"""Mark of a tuple with one value each time the option is given; others take several values each time."""
 
-_ELSEWHERE = {
-    **{"-m": ("CHECKPOINT", "--model"), "--model": ("CHECKPOINT",), "-o": ("--out",)},
-    **{"-p": ("--prompt", "--prefill", "--system", "--port"), "-f": ("--prompt-file",)},
-    **{"-n": ("--max-tokens", "--steps"), "-s": ("--seed",), "-t": ("--threads",)},
-    **{"-c": ("--context-length",), "--ctx-size": ("--context-length",), "-np": ("--max-running",)},
-    **{"--n-predict": ("--max-tokens",), "--max-new-tokens": ("--max-tokens",)},
-    **{"--temp": ("--temperature",), "-sys": ("--system",), "--system-prompt": ("--system",)},
-    **{"--lr": ("--learning-rate",), "--epochs": ("--steps",), "--max-steps": ("--steps",)},
-    **{"--output": ("--out",), "--output-dir": ("--out",)},
+_SHORT = {
+    **{"CHECKPOINT": "-m", "[MODEL]": "-m", "--prompt": "-p", "--prefill": "-p", "--threads": "-t"},
+    **{"--prompt-file": "-f", "--max-tokens": "-n", "--steps": "-n", "--context-length": "-c"},
+    **{"--seed": "-s", "--max-running": "-np", "--system": "-sys"},
 }
-"""Options of llama.cpp and transformers, each with the options of ours that it may mean."""
+"""Our options with llama.cpp's short name, which the commands in `_TAKES_SHORT` read."""
 _TAKES_SHORT = ("generate", "chat", "serve", "bench")
-"""Commands that read llama.cpp's one-letter options, and --model."""
+_ELSEWHERE = {
+    **{"-m": ("CHECKPOINT", "--model"), "--model": ("CHECKPOINT", "[MODEL]")},
+    **{"-p": ("--prompt", "--system", "--port"), "-n": ("--max-tokens", "--steps")},
+    **{"-t": ("--threads",), "-c": ("--context-length",), "--ctx-size": ("--context-length",)},
+    **{"--n-predict": ("--max-tokens",), "--max-new-tokens": ("--max-tokens",)},
+    **{"--temp": ("--temperature",), "--system-prompt": ("--system",), "-s": ("--seed",)},
+    **{"--lr": ("--learning-rate",), "--epochs": ("--steps",), "--max-steps": ("--steps",)},
+    **{"-o": ("OUT", "--out"), "--output": ("OUT", "--out"), "--output-dir": ("OUT", "--out")},
+}
+"""Options of llama.cpp and transformers, each with those of ours that an error names instead."""
 _MAY_BE_EMPTY = ("prompt", "system", "stop", "regex", "dense_layers", "api_key")
 """Options that may be empty; an empty value of any other is taken for a shell's unset variable."""
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
+_METAVARS = {"init": "MODEL", "teacher": "MODEL", "draft": "MODEL", "data": "PATH", "out": "PATH"}
+"""Values of options in help; for others the last word of the option's name, or N for a whole number."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +68,8 @@ class _Argument:
     hint: Any
     default: Any
     """Default value; `MISSING`: the argument is required."""
+    group: str
+    """Heading in help; empty for those at the top."""
 
     def __post_init__(self) -> None:
         annotated = get_origin(self.hint) is Annotated
@@ -73,12 +78,15 @@ class _Argument:
         self.may_be_none = NoneType in get_args(kind)
         others = (one for one in get_args(kind) if one is not NoneType)
         self.kind = next(others) if self.may_be_none else kind
-        places = [mark.name for mark in self.marks if isinstance(mark, Positional)]
-        self.is_place = bool(places)
-        self.shown = places[0] if places else "--" + self.name.replace("_", "-")
+        names = (mark for mark in self.marks if mark not in (HIDDEN, APPENDED))
+        self.shown = next(names, "--" + self.name.replace("_", "-"))
+        self.is_place = not self.shown.startswith("--")
+        self.is_required = self.default is MISSING
+        if self.is_place:
+            self.is_required = not self.shown.startswith("[")
 
-    def add_to(self, parser: argparse.ArgumentParser, text: str) -> None:
-        """Tell argparse; `text` describes it."""
+    def add_to(self, parser: Any, short: str | None, text: str) -> None:
+        """Tell argparse; `short` is its other name, and `text` describes it."""
         kind, how = self.kind, dict[str, Any]()
         if get_origin(kind) in (tuple, list):
             kinds = get_args(kind)
@@ -92,22 +100,29 @@ class _Argument:
             how["choices"] = get_args(kind)
             kind = type(how["choices"][0])
         else:
-            how["metavar"] = kind.__name__.upper()
+            last_word = "N" if kind is int else self.name.split("_")[-1].upper()
+            how["metavar"] = _METAVARS.get(self.name, last_word)
         how["type"] = functools.partial(_value, kind, self.may_be_none, self.name in _MAY_BE_EMPTY)
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        how |= {"dest": self.name, "required": self.default is MISSING}
-        names = [self.shown]
-        if self.is_place:
-            names, how = [], {"dest": self.name, "metavar": self.shown}
-        parser.add_argument(*names, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
+        how |= {"dest": self.name, "default": argparse.SUPPRESS}
+        if not self.is_place:
+            names = [short, self.shown] if short else [self.shown]
+            text = text.replace("%", "%%")
+            parser.add_argument(*names, required=self.is_required, help=text, **how)
+            return
+        how["metavar"] = self.shown.strip("[]")
+        if short:
+            parser.add_argument(short, help=f"{how['metavar']}, as in llama.cpp", **how)
+        if text:  # `take` reads it
+            parser.add_argument(**how, help=text.replace("%", "%%"))
 
     def take(self, left: list[str]) -> Any:
         """Value of an argument with a place, from the front of the words that are no options."""
         is_tuple = get_origin(self.kind) is tuple
         given = left[:] if is_tuple else left[:1]
         del left[: len(given)]
-        if self.default is MISSING and not given:
+        if not given:
             raise UserError(f"{self.shown} is missing")
         if not all(given):
             raise UserError(f"{self.shown} is empty")
@@ -149,7 +164,7 @@ def parse(
     `target` raises; `--help` prints and exits.
     """
     known = list(_arguments(target, default))
-    short = _short(known, prog)
+    short = _SHORT if prog.split()[-1] in _TAKES_SHORT else {}
     parser = _Parser(prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     if is_help := not {"-h", "--help"}.isdisjoint(arguments):
         text = _documentation(target)[""] if description is None else description
@@ -158,26 +173,34 @@ def parse(
         parser.description = "\n\n".join(parts).replace("%", "%%")
         places = (each.shown for each in known if each.is_place)
         parser.usage = " ".join([prog, "[OPTIONS]", *places])
-        if short:
-            listed = ", ".join(f"{word} is {ours}" for word, ours in short.items())
-            parser.epilog = fill(f"As in llama.cpp, {listed}.")
+    groups: dict[str, Any] = {"": parser}
     for each in known:
-        if is_help or not each.is_place:
-            each.add_to(parser, _help_text(each) if is_help else "")
+        if each.group not in groups and not each.is_place:
+            groups[each.group] = parser.add_argument_group(each.group)
+        group = parser if each.is_place else groups[each.group]
+        each.add_to(group, short.get(each.shown), _help_text(each) if is_help else "")
+    names = [each.shown for each in known] + [
+        f"--no-{e.shown[2:]}" for e in known if e.kind is bool
+    ]
+    readable = {"--help", *names, *(short.get(name, name) for name in names)}
     try:
         end = arguments.index("--") if "--" in arguments else len(arguments)
-        words = ["--help"] if is_help else _respelled(arguments[:end], known, short, others)
-        found, left = parser.parse_known_args(words)
+        words = ["--help"] if is_help else arguments[:end]
+        for word in words:
+            name = word.partition("=")[0]
+            if re.fullmatch(r"--?[A-Za-z]\S*", name) and name not in readable:
+                raise UserError(f"{name} is not an option{_hint(name, [*names, *others])}")
+        given, left = parser.parse_known_args(words)
         left += arguments[end + 1 :]
         for each in known:
-            if each.is_place and (left or each.default is MISSING):
-                setattr(found, each.name, each.take(left))
+            if each.is_place and not hasattr(given, each.name) and (left or each.is_required):
+                setattr(given, each.name, each.take(left))
         if left:
             raise UserError(f"unexpected argument {left[0]}")
         values = {
             each.name: tuple(value) if get_origin(each.kind) is tuple else value
             for each in known
-            if (value := getattr(found, each.name, MISSING)) is not MISSING
+            if (value := getattr(given, each.name, MISSING)) is not MISSING
         }
         if isinstance(target, type):
             return _built(target, values, default)
@@ -200,7 +223,7 @@ def command(verb: str) -> Callable[[Callable[..., None]], Callable[[list[str]], 
     return lambda function: functools.partial(parse, function, prog=f"sparse-bitnet {verb}")
 
 
-def _arguments(owner: Any, default: Any = None) -> Iterator[_Argument]:
+def _arguments(owner: Any, default: Any = None, group: str = "") -> Iterator[_Argument]:
     """Yield the arguments of a dataclass, or of a function and the dataclasses in its parameters."""
     if isinstance(owner, type):
         defaults = {
@@ -213,58 +236,23 @@ def _arguments(owner: Any, default: Any = None) -> Iterator[_Argument]:
         defaults = {
             name: each.default for name, each in inspect.signature(owner).parameters.items()
         }
-    for name, hint in get_type_hints(owner, include_extras=True).items():
+    hints = get_type_hints(owner, include_extras=True)
+    several = sum(map(dataclasses.is_dataclass, hints.values())) > 1
+    headings, most_used = getattr(owner, "GROUPS", {}), getattr(owner, "MOST_USED", ())
+    for name, hint in hints.items():
+        group = headings.get(name, group)
         if dataclasses.is_dataclass(hint):
-            yield from _arguments(hint)
+            yield from _arguments(hint, group=name.replace("_", " ") if several else "")
         elif name in defaults and HIDDEN not in getattr(hint, "__metadata__", ()):
             value = defaults[name] if default is None else getattr(default, name)
-            yield _Argument(
-                owner, name, hint, MISSING if value is inspect.Parameter.empty else value
-            )
+            value = MISSING if value is inspect.Parameter.empty else value
+            yield _Argument(owner, name, hint, value, "" if name in most_used else group)
 
 
 def _built(kind: Any, values: dict[str, Any], default: Any = None) -> Any:
     names = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name, value in values.items() if name in names}
     return kind(**given) if default is None else dataclasses.replace(default, **given)
-
-
-def _short(known: list[_Argument], prog: str) -> dict[str, str]:
-    """Return the llama.cpp options that a command reads, each with the option that it stands for."""
-    names = [each.shown for each in known] if prog.split()[-1] in _TAKES_SHORT else []
-    found = {
-        word: next((ours for ours in meant if ours in names), "")
-        for word, meant in _ELSEWHERE.items()
-        if len(word) == 2 and word not in names
-    }
-    return {word: ours for word, ours in found.items() if ours}
-
-
-def _respelled(
-    arguments: list[str], known: list[_Argument], short: dict[str, str], others: Sequence[str]
-) -> list[str]:
-    """The words with options as ours are written: with hyphens, and in full.
-
-    Raises `UserError` for an option that the command does not have.
-    """
-    names = [each.shown for each in known]
-    names += [f"--no-{each.shown[2:]}" for each in known if each.kind is bool]
-    first, rest, words = [], [], iter(arguments)
-    for word in words:
-        if not re.match(r"--|-[A-Za-z]", word) or " " in word.partition("=")[0]:
-            rest.append(word)
-        else:
-            name, equals, value = word.partition("=")
-            name = name.replace("_", "-") if name.startswith("--") else name
-            name = short.get(name, name)
-            if name == "CHECKPOINT":
-                # First: behind an option of several values it would be one of them.
-                first.append(value if equals else next(words, ""))
-            elif name not in names:
-                raise UserError(f"{name} is not an option{_hint(name, [*names, *others])}")
-            else:
-                rest.append(name + equals + value)
-    return first + rest
 
 
 def _hint(name: str, names: list[str]) -> str:
@@ -279,8 +267,8 @@ def _hint(name: str, names: list[str]) -> str:
 def _help_text(argument: _Argument) -> str:
     text, default = _documentation(argument.owner).get(argument.name, ""), argument.default
     values = default if isinstance(default, list | tuple) else [default]
-    shown = " ".join(str(value) for value in values if value not in (None, ""))
-    return f"{text} (default: {shown})" if shown and default is not MISSING else text
+    shown = " ".join(str(each) for each in values if each not in (None, "") and each is not False)
+    return f"{text} (default: {shown})" if shown and not argument.is_required else text
 
 
 @functools.cache
@@ -289,12 +277,12 @@ def _documentation(owner: Any) -> dict[str, str]:
     key "" holds the text of the whole."""
     text, _, listed = (inspect.getdoc(owner) or "").partition("\n\nArgs:\n")
     entries = [entry.partition(":") for entry in re.split(r"\n(?=\S)", textwrap.dedent(listed))]
-    found = {name: what for name, _, what in entries} | {"": text}
+    texts = {name: what for name, _, what in entries} | {"": text}
     for base in reversed(owner.__mro__) if isinstance(owner, type) else ():
         if dataclasses.is_dataclass(base):
             [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             for pair in itertools.pairwise(definition.body):  # type: ignore[attr-defined]
                 match pair:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(what))):
-                        found[name] = what
-    return {name: " ".join(what.split()) if name else what for name, what in found.items()}
+                        texts[name] = what
+    return {name: " ".join(what.split()) if name else what for name, what in texts.items()}

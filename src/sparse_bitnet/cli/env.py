@@ -3,17 +3,16 @@
 models`: the presets and their sizes, and public models that are read."""
 
 import platform
-from importlib import metadata
 from importlib.util import find_spec
 
 from sparse_bitnet.cli.arguments import command
 from sparse_bitnet.host import available_cores
+from sparse_bitnet.provenance import versions
 
 PACKAGES = (
     *("sparse-bitnet", "torch", "transformers", "tokenizers", "safetensors", "datasets"),
     *("accelerate", "numpy", "lm_eval", "triton"),
 )
-
 
 _KNOWN = """\
 microsoft/bitnet-b1.58-2B-4T|2.4 B|MIT|uint8 packed|exact
@@ -38,13 +37,7 @@ SpectraSuite/TriLM_*|0.1 to 3.9 B|see the hub|floats, scales of parts|exact
 @command("env")
 def main() -> None:
     """Print versions, devices and kernels; attach it to a bug report."""
-    rows = {}
-    for name in PACKAGES:
-        try:
-            rows[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            rows[name] = "not installed"
-    rows["python"] = platform.python_version()
+    rows = dict.fromkeys(PACKAGES, "not installed") | versions(PACKAGES)
     rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     try:
         from sparse_bitnet import _cpu

@@ -8,7 +8,7 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from sparse_bitnet.cli.arguments import APPENDED, CheckpointArgument, command
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
@@ -25,6 +25,11 @@ _TASK_TOKENS = 4096
 @dataclass(kw_only=True)
 class EvaluateConfig:
     """Text or tasks to score, and the settings of the evaluation."""
+
+    GROUPS: ClassVar = {
+        **{"data": "text", "tasks": "tasks", "context_length": "text", "batch_size": "computation"},
+        **{"max_tokens": "text", "precision": "computation", "column": "text", "out": "result"},
+    }
 
     data: str | None = None
     """Text to score: a folder written by `sparse-bitnet prepare` (its validation split), or a file or
@@ -87,8 +92,8 @@ class EvaluateConfig:
     """Column that holds the text in .jsonl, .json, .csv and .parquet files. Default: "text", or
     "messages" for conversations."""
 
-    json: str | None = None
-    """Write the result to this file too; for tasks, in lm-eval's form."""
+    out: str | None = None
+    """JSON file to write the result to as well; for tasks, in lm-eval's form."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
@@ -112,13 +117,13 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
     accuracy on lm-eval's tasks.
 
     Args:
-        checkpoint: run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
+        checkpoint: Run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
         config: text or tasks to score, and the settings.
     """
     if bool(config.tasks) == bool(config.data):
         raise UserError("give either --data, for perplexity, or --tasks")
-    if config.json:
-        check_new_file(config.json)
+    if config.out:
+        check_new_file(config.out)
     from sparse_bitnet.checkpoint.model_folder import is_gguf
     from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.files import write_atomic
@@ -130,8 +135,8 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
     engine = _engine_options(checkpoint, config)
     run = _score_tasks if config.tasks else _score_text
     result = run(checkpoint, config, engine)
-    if config.json:
-        write_atomic(config.json, json.dumps(result, indent=2) + "\n")
+    if config.out:
+        write_atomic(config.out, json.dumps(result, indent=2) + "\n")
 
 
 def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions | None":

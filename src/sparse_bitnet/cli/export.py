@@ -3,9 +3,9 @@
 ternary checkpoint of another tool as one of ours."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from sparse_bitnet.cli.arguments import CheckpointArgument, OutArgument, Positional, command, parse
+from sparse_bitnet.cli.arguments import CheckpointArgument, OutArgument, command, parse
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 
@@ -27,8 +27,8 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
     """Export with a progress line, then print what was written and how the verification went.
 
     Args:
-        checkpoint: run folder, or checkpoint folder of ours.
-        out: new folder to write.
+        checkpoint: Run folder, or checkpoint folder of ours.
+        out: New folder to write.
         config: format and options.
     """
     from rich.console import Console
@@ -67,7 +67,7 @@ class ImportConfig:
     """N:M pattern that the codes keep to, for example 6:8. Default: that of an export of ours, else
     8:8 (dense)."""
 
-    packed: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] | None = None
+    packed_format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] | None = None
     """Write the packed form in this format, or the best one with "auto", instead of masters."""
 
     embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
@@ -77,7 +77,7 @@ class ImportConfig:
 
 @command("import")
 def import_(
-    folder: Annotated[str, Positional("FOLDER")],
+    checkpoint: CheckpointArgument,
     out: OutArgument,
     config: ImportConfig,
 ) -> None:
@@ -86,8 +86,8 @@ def import_(
     are ternary, or a GGUF file with ternary weights.
 
     Args:
-        folder: local folder of that checkpoint, or the .gguf file.
-        out: new folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
+        checkpoint: Local folder of that checkpoint, or the .gguf file.
+        out: New folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
         config: options.
     """
     from rich.console import Console
@@ -96,15 +96,15 @@ def import_(
     from sparse_bitnet.pattern import NMPattern
     from sparse_bitnet.progress import Progress
 
-    if config.packed is None and config.embeddings != "auto":
-        raise UserError("--embeddings is an option of the packed form: give --packed")
+    if config.packed_format is None and config.embeddings != "auto":
+        raise UserError("--embeddings is an option of the packed form: give --packed-format")
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
     with Progress(Console()) as lines:
         result = import_checkpoint(
-            folder,
+            checkpoint,
             out,
             pattern=pattern,
-            packed=config.packed,
+            packed=config.packed_format,
             embeddings=config.embeddings,
             on_progress=lines.line("importing", "MB", 1e6),
         )

@@ -5,7 +5,7 @@ import contextlib
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from sparse_bitnet.cli.arguments import HIDDEN, CheckpointArgument, command
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -26,6 +26,8 @@ HELP = "/reset starts over, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(SamplingOptions):
     """Sampling, stop strings and structured output of a text."""
+
+    GROUPS: ClassVar = {"temperature": "sampling", "json_schema": "structured output"}
 
     temperature: float = 0.8
     """Sampling temperature; 0 always takes the most likely token."""
@@ -127,6 +129,8 @@ def _open_draft(folder: str, model: "OpenModel", engine: EngineOptions) -> "Infe
 class GenerateConfig:
     """The prompt, and the limits of its continuation."""
 
+    GROUPS: ClassVar = {"prompt": "prompt"}
+
     prompt: str | None = None
     """Text to continue. Default: --prompt-file, else standard input."""
 
@@ -161,8 +165,8 @@ def main(
     """Continue a prompt with a checkpoint.
 
     Args:
-        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
-            hub id.
+        checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
+            hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf).
         config: the prompt, and the limits of its continuation.
         text: sampling, stop strings and structured output.
         speculation: limits of the draft tokens.
@@ -228,6 +232,8 @@ def _print_statistics(text: "Generation", engine_name: str) -> None:
 class ChatConfig:
     """Options of the conversation."""
 
+    GROUPS: ClassVar = {"system": "conversation"}
+
     system: str | None = None
     """System prompt: instructions at the start of the conversation."""
 
@@ -249,7 +255,7 @@ def chat(
     """Talk with a chat model, one line at a time.
 
     Args:
-        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers
+        checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers
             folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf). It needs a chat template.
         config: the conversation.
         text: sampling, stop strings and structured output of the answers.

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparse_bitnet.cli.arguments import CheckpointArgument, Positional, command
+from sparse_bitnet.cli.arguments import CheckpointArgument, command
 from sparse_bitnet.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class PackConfig:
     """How to store weights and embeddings."""
 
-    format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] = "auto"
+    packed_format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] = "auto"
     """Packed format of the ternary weights. auto: the smallest that loads within 1.5 times of i2.
     nm-sign is for quantizer=binary."""
 
@@ -38,13 +38,13 @@ class PackConfig:
 def main(
     checkpoint: CheckpointArgument,
     config: PackConfig,
-    out: Annotated[str | None, Positional("[OUT]")] = None,
+    out: Annotated[str | None, "[OUT]"] = None,
 ) -> None:
     """Write a trained ternary model as a small, complete folder.
 
     Args:
-        checkpoint: run folder or model folder.
-        out: folder to write; must not exist or be empty.
+        checkpoint: Run folder or model folder.
+        out: Folder to write; must not exist or be empty.
         config: formats.
     """
     from rich.console import Console
@@ -55,7 +55,7 @@ def main(
 
     console = Console(markup=False)
     if config.dry_run:
-        refuse_unused(config, ("format", "check"), "--dry-run prints every format")
+        refuse_unused(config, ("packed_format", "check"), "--dry-run prints every format")
         _print_sizes(console, packed_sizes(checkpoint, embeddings=config.embeddings))
         return
     if out is None:
@@ -64,7 +64,7 @@ def main(
         packed = pack_checkpoint(
             checkpoint,
             out,
-            format=config.format,
+            format=config.packed_format,
             embeddings=config.embeddings,
             progress=progress.line("packing", "M weights", 1e6),
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from sparse_bitnet.cli.arguments import Positional, command, parse
+from sparse_bitnet.cli.arguments import command, parse
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.pattern import NMPattern
@@ -57,7 +57,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
 class ReproduceConfig(DenseLayersOption):
     """Experiments to run: which, at what scale, where, and for how long."""
 
-    experiments: Annotated[tuple[str, ...], Positional("[EXPERIMENT ...]")] = ("all",)
+    experiments: Annotated[tuple[str, ...], "[EXPERIMENT ...]"] = ("all",)
     """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
     quantizer, activation and schedule) and table1 (after table2), which scores its models on tasks."""
 
@@ -218,7 +218,7 @@ def _dry_run(
 
 @command("report")
 def report(
-    folders: Annotated[tuple[Path, ...], Positional("FOLDER ...")],
+    folders: Annotated[tuple[Path, ...], "FOLDER ..."],
     document: Path | None = None,
     page: Path | None = None,
     engine: Path | None = None,
@@ -256,7 +256,7 @@ def report(
 class AnalyzeConfig(DenseLayersOption):
     """Checkpoints to analyze, and the folder of the result."""
 
-    checkpoints: Annotated[tuple[str, ...], Positional("CHECKPOINT ...")]
+    checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."]
     """Run folders, checkpoints, any transformers folders with safetensors, or hub ids."""
 
     out: Path = Path("analysis")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from sparse_bitnet.cli.arguments import OutArgument, Positional, command
+from sparse_bitnet.cli.arguments import OutArgument, command
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class SourceConfig:
 
 @command("prepare")
 def main(
-    source: Annotated[str, Positional("SOURCE")],
+    source: Annotated[str, "SOURCE"],
     out: OutArgument,
     tokenizer: TokenizerConfig,
     text: SourceConfig,
@@ -61,10 +61,10 @@ def main(
     After an interruption, the same command resumes. In a finished folder it verifies.
 
     Args:
-        source: text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
+        source: Text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
             .csv, .parquet, .txt or .md file, a folder or quoted glob of them, several joined by commas;
             or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
-        out: folder to write.
+        out: Folder to write.
         shard_tokens: Number of tokens per shard file.
     """
     from sparse_bitnet.data.documents import VALIDATION

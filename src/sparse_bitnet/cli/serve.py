@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from sparse_bitnet.cli.arguments import CheckpointArgument, command
 from sparse_bitnet.cli.generate import SpeculationOptions
@@ -21,6 +22,8 @@ _MOST_RUNNING = 1 << 16
 @dataclass(kw_only=True)
 class ServeConfig:
     """Address, access and limits of the server."""
+
+    GROUPS: ClassVar = {"host": "server", "max_running": "limits", "page": "server"}
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 listens on all; set --api-key with it."""
@@ -96,7 +99,7 @@ def main(
     /v1/responses, /v1/embeddings, /v1/models; also /health and, for Prometheus, /metrics.
 
     Args:
-        checkpoint: packed folder, run folder, GGUF file, or any transformers folder or hub id.
+        checkpoint: Packed folder, run folder, GGUF file, or any transformers folder or hub id.
         config: address, access and limits.
         speculation: limits of the draft tokens.
         engine: the engine.

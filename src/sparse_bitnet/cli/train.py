@@ -2,16 +2,17 @@
 """`sparse-bitnet train`: a recipe plus overrides; `sparse-bitnet distill TEACHER OUT`: with a teacher."""
 
 import dataclasses
-import itertools
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from sparse_bitnet.cli import arguments as options
+from sparse_bitnet.cli.arguments import HIDDEN
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
+from sparse_bitnet.layer_config import DenseLayersOption
 from sparse_bitnet.presets import find_preset
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
@@ -28,6 +29,24 @@ PLAIN_LINES = 20
 @dataclass(kw_only=True)
 class Options(DenseLayersOption, TrainConfig):
     """A run's config, and how its processes share the work, which changes nothing of the run."""
+
+    MOST_USED: ClassVar = (
+        *("data", "out", "model", "init", "format", "steps", "batch_size", "sequence_length"),
+        *("learning_rate", "device"),
+    )
+    GROUPS: ClassVar = {
+        "teacher": "distillation",
+        "sub_norms": "model",
+        "seed": "data and seeds",
+        "micro_batch_size": "optimiser",
+        "precision": "precision and speed",
+        "initial_weights": "model",
+        "forward": "precision and speed",
+        "validation_every": "validation, checkpoints and logging",
+        "dense_layers": "model",
+        "chat": "data and seeds",
+        "shard": "several processes",
+    }
 
     chat: str | None = None
     """Conversations to train on, in a form that `prepare --chat` reads. They are prepared into --data
@@ -48,44 +67,67 @@ class Options(DenseLayersOption, TrainConfig):
         return TrainConfig(**values)
 
 
-def main(arguments: list[str], prog: str = "sparse-bitnet train") -> None:
+@dataclass(kw_only=True)
+class DistillOptions(Options):
+    """The options of `train` that a student has, which starts from its teacher's weights."""
+
+    teacher: Annotated[str | None, "TEACHER"] = None
+    """Model to start from and to learn from: run, model folder or hub id of a causal LM."""
+
+    out: Annotated[str, "OUT"] = "run"
+    """Run folder. If it already holds a run of this config, training resumes."""
+
+    init: str | None = None
+    """Model to start from instead of TEACHER: a folder, hub id or GGUF file."""
+
+    model: Annotated[str, HIDDEN] = TrainConfig.model
+    initial_weights: Annotated[Literal["normal", "uniform"], HIDDEN] = "normal"
+
+
+def main(arguments: list[str], kind: type[Options] = Options) -> None:
     """Train, or continue the run in --out: a run's own config is the default of its options."""
     recipe, rest = split_recipe(arguments)
-    chosen = parse(rest, RECIPES[recipe or "default"](), recipe or "default", prog)
+    own_recipe = "distill" if kind is DistillOptions else "default"
+    chosen = parse(rest, RECIPES[recipe or own_recipe](), recipe or own_recipe, kind)
     out = Path(chosen.out)
     if recipe is None and os.path.isfile(out / "config.json"):  # False where it may not be read
         stored = dataclasses.replace(read_config(out), out=chosen.out)
-        chosen = parse(rest, stored, f"that of {out}", prog)
+        chosen = parse(rest, stored, f"that of {out}", kind)
+    if kind is DistillOptions:
+        chosen.init = chosen.init or chosen.teacher
     check_effect(chosen, rest)
     run(chosen)
 
 
+def distill(arguments: list[str]) -> None:
+    """Train a student that starts from a teacher's weights and learns from its logits."""
+    main(arguments, DistillOptions)
+
+
 def parse(
-    arguments: list[str], default: TrainConfig, recipe: str, prog: str = "sparse-bitnet train"
+    arguments: list[str], default: TrainConfig, recipe: str, kind: type[Options] = Options
 ) -> Options:
-    """Return `default` with the options in the arguments applied."""
+    """Return `default` with the options in the arguments applied, as options of `kind`."""
+    verb, what, out = "train", "Train", "--out"
+    if kind is DistillOptions:
+        verb, what, out = "distill", "Train a ternary student of TEACHER in OUT", "OUT"
     return options.parse(
-        Options,
+        kind,
         arguments,
-        default=Options(**dataclasses.asdict(default)),
-        prog=prog,
+        default=kind(**dataclasses.asdict(default)),
+        prog=f"sparse-bitnet {verb}",
         others=["--recipe"],
         description=(
-            "Train, or continue the run in --out (its config is then the default). Recipe in use: "
+            f"{what}, or resume the run in {out} (its config is then the default). Recipe in use: "
             f"{recipe} (--recipe {{{','.join(RECIPES)}}}); every option below overrides it."
         ),
     )
 
 
 def check_effect(chosen: Options, arguments: list[str]) -> None:
-    """Raise `UserError` for an option among the arguments that others leave without effect.
-
-    One that a script may give to every run is named on stderr instead.
-    """
-    given = {_option(each) for each in arguments}
+    """Raise `UserError` for an option among the arguments that others leave without effect."""
+    given = {word.partition("=")[0] for word in arguments}
     init, lora, decay = chosen.init is not None, chosen.lora > 0, chosen.weight_decay > 0
-    dense = SparseBitConfig.parse(chosen.format).pattern.is_dense
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
     refused = {
         "--model": init and "--init names the model",
         "--initial-weights": init and "--init has weights",
@@ -95,62 +137,21 @@ def check_effect(chosen: Options, arguments: list[str]) -> None:
         "--precision": (chosen.masters, chosen.precision) == ("bf16", "float32")
         and "--masters bf16 computes in bf16",
     }
-    named = {
-        "--seed": init
-        and not lora
-        and "only dropout, if any, is seeded; --data-seed orders the data",
-        "--sparse-fraction": dense and f"no effect, {chosen.format} keeps every weight",
-        "--gradient-reduction": alone and "no effect, one process sums no gradients",
-        "--timeout-seconds": alone and "no effect, one process waits for no other",
-    }
-    for option, why in (refused | named).items():
+    for option, why in refused.items():
         if why and option in given:
-            if option in refused:
-                raise UserError(f"{option} has no effect here ({why}): leave it out")
-            print(f"sparse-bitnet: {option}: {why}", file=sys.stderr)
+            raise UserError(f"{option} has no effect here ({why}): leave it out")
 
 
 def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Take `--recipe NAME` (or `--recipe=NAME`) out of the arguments; None when there is none."""
-    rest = list(arguments)
-    place = next((n for n, word in enumerate(rest) if _option(word) == "--recipe"), None)
-    if place is None:
+    rest = [part for word in arguments for part in re.split(r"(?<=^--recipe)=", word)]
+    if "--recipe" not in rest:
         return None, rest
-    _, equals, recipe = rest.pop(place).partition("=")
-    if not equals and place < len(rest):
-        recipe = rest.pop(place)
+    place = rest.index("--recipe")
+    recipe = "".join(rest[place + 1 : place + 2])
     if recipe not in RECIPES:
         raise UserError(f"recipe {recipe!r} is unknown: choose one of {', '.join(RECIPES)}")
-    return recipe, rest
-
-
-def _option(word: str) -> str:
-    return word.partition("=")[0].replace("_", "-")
-
-
-def distill(arguments: list[str]) -> None:
-    """Train a student that starts from a teacher's weights and learns from its logits."""
-    named = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
-    rest = arguments[len(named) :]
-    given = {_option(word) for word in rest}
-    problem = ""
-    if len(named) > 2:
-        problem = f"unexpected argument {named[2]}"
-    elif len(named) < 2 and given.isdisjoint(("-h", "--help")):
-        missing = "OUT" if named else "TEACHER"
-        problem = f"{missing} is missing: TEACHER and OUT come first, then the options"
-    elif twice := given & {"--teacher", "--out"}:
-        problem = f"TEACHER and OUT come first; leave {twice.pop()} out"
-    if problem:
-        raise UserError(f"distill: {problem}; see sparse-bitnet distill --help")
-    is_new = not named[1:] or not os.path.isfile(os.path.join(named[1], "config.json"))
-    if is_new and "--recipe" not in given:
-        rest = ["--recipe", "distill", *rest]
-    options = ("--teacher", "--out")[: len(named)]
-    rest += [word for pair in zip(options, named, strict=True) for word in pair]
-    if named and "--init" not in given:
-        rest += ["--init", named[0]]
-    main(rest, prog="sparse-bitnet distill TEACHER OUT")
+    return recipe, rest[:place] + rest[place + 2 :]
 
 
 def run(chosen: Options) -> None:

@@ -3,7 +3,7 @@
 
 import typing
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from sparse_bitnet.errors import UserError
 
@@ -62,7 +62,7 @@ assert tuple(FORMATS) == typing.get_args(FormatName)
 class ExportConfig:
     """Write a trained model in a format that other tools read."""
 
-    format: FormatName
+    format: Annotated[FormatName, "--to"]
     """Format to write."""
 
     embeddings: Precision | None = None

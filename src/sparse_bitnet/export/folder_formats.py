@@ -64,24 +64,24 @@ def check(source: Checkpoint, format: str) -> None:
     target = "bitnet" if is_bitnet else "compressed-tensors"
     if source.format.weight != "ternary":
         raise UserError(
-            f"{source.folder} is {source.format}: {target} holds ternary weights; use --format dense"
+            f"{source.folder} is {source.format}: {target} holds ternary weights; use --to dense"
         )
     if source.format.activation != "int8":
         raise UserError(
             f"{source.folder} was trained without int8 activations ({source.format}), with which every "
-            f"reader of {target} computes; use --format dense"
+            f"reader of {target} computes; use --to dense"
         )
     for name, group in scale_groups(source).items():
         if group and (is_bitnet or group != source.layers[name][1]):
             raise UserError(
                 f"layer {name} has a scale for every {group} weights of a row, {target} one for a "
-                f"{'matrix' if is_bitnet else 'row'}; use --format dense, or `sparse-bitnet pack`"
+                f"{'matrix' if is_bitnet else 'row'}; use --to dense, or `sparse-bitnet pack`"
             )
     for name, (rows, _) in source.layers.items():
         if is_bitnet and rows % CODES_PER_BYTE:
             raise UserError(
                 f"layer {name} has {rows} rows, not a multiple of {CODES_PER_BYTE} as bitnet needs; "
-                "use --format compressed-tensors-w8a8"
+                "use --to compressed-tensors-w8a8"
             )
 
 

@@ -54,7 +54,7 @@ def check_reader(source: Checkpoint, block: BlockType) -> None:
     """Raise `UserError` for a model whose file llama.cpp does not read."""
     row = _metadata(source)[0]
     if block is I2_S:
-        raise UserError("--verify: llama.cpp does not read I2_S; verify --format gguf-tq2_0")
+        raise UserError("--verify: llama.cpp does not read I2_S; verify --to gguf-tq2_0")
     if not row.in_llama_cpp:
         raise UserError(f"--verify: llama.cpp does not read {row.name}: {row.note}")
 
@@ -92,7 +92,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
     if source.format.weight != "ternary":
         raise UserError(
             f"{source.folder} is {source.format}: {wanted.name} holds ternary weights; "
-            "use --format dense"
+            "use --to dense"
         )
     row = _metadata(source)[0]
 
@@ -110,7 +110,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
             own = "the matrix" if block is I2_S else str(block.codes)
             raise UserError(
                 f"layer {layer} has a scale for every {group} weights of a row, {block.name} one for "
-                f"{own}; use --format dense, or `sparse-bitnet pack`"
+                f"{own}; use --to dense, or `sparse-bitnet pack`"
             )
         size = block.tensor_bytes(rows, columns)
         make = partial(_ternary, source, row, layer, block)
@@ -147,7 +147,7 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
     if block is not I2_S and far.any():
         raise UserError(
             f"layer {layer}: its weight scale {scale[far][0]:.3g} is too far out for float16, in "
-            f"which {block.name} holds it; use --format bitnet"
+            f"which {block.name} holds it; use --to bitnet"
         )
     if not row.rotates_neighbours:
         return block.pack(codes.numpy(), scale)

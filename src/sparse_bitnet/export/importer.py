@@ -149,7 +149,7 @@ def _write_masters(
     if foreign.config.get(LINEAR_NORMS):
         raise UserError(
             f"{foreign.folder} has a norm in each linear, which masters here do not: import it with "
-            "--packed auto"
+            "--packed-format auto"
         )
     tensors = []
     for layer, sizes in foreign.layers.items():
@@ -183,7 +183,8 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
     warn_of_zeros(ternary, layer, foreign)
     if ternary.weight_scale.dim():
         raise UserError(
-            f"layer {layer} has several scales, which masters cannot have: import it with --packed auto"
+            f"layer {layer} has several scales, which masters cannot have: import it with "
+            "--packed-format auto"
         )
     # Above `largest`, the magnitudes or the sum for their mean would be infinite.
     nonzero, size = int(ternary.codes.count_nonzero()), ternary.codes.numel()
@@ -191,7 +192,7 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
     if nonzero and not SCALE_FLOOR <= ternary.weight_scale.item() <= largest:
         raise UserError(
             f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is outside "
-            f"{SCALE_FLOOR:g}..{largest:.3g}, which masters can have: import it with --packed auto"
+            f"{SCALE_FLOOR:g}..{largest:.3g}, which masters can have: import it with --packed-format auto"
         )
     master = masters_of(ternary)
     codes, weight_scale = _ternary_of(master, format, layer, ternary.codes)

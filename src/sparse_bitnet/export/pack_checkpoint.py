@@ -142,7 +142,7 @@ class PackedSize(NamedTuple):
 
 
 def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
-    """Return sizes of a checkpoint in every format that can hold it, that of `--format auto` first.
+    """Return sizes of a checkpoint in every format that can hold it, the default one first.
 
     Arguments and errors are those of `pack_checkpoint`.
     """

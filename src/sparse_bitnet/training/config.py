@@ -273,9 +273,11 @@ def _check(config: TrainConfig) -> None:
     """Raise `UserError` that names the field and says what it may be."""
     values: dict[str, Any] = vars(config)
     number = {int: numbers.Integral, float: numbers.Real}
+    hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value, kinds = values[field.name], typing.get_args(field.type) or (field.type,)
-        if typing.get_origin(field.type) is Literal:
+        hint = hints[field.name]
+        value, kinds = values[field.name], typing.get_args(hint) or (hint,)
+        if typing.get_origin(hint) is Literal:
             if value not in kinds:
                 raise UserError(f"{field.name}={value}: choose one of {kinds}")
         elif not isinstance(value, tuple(number.get(each, each) for each in kinds)):
