@@ -58,7 +58,7 @@ def main(
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
-    After an interruption, the same command resumes. In a finished folder it verifies.
+    After an interruption, the same command resumes. In a finished folder it verifies the shards.
 
     Args:
         source: Text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,

@@ -70,7 +70,7 @@ _BATCH_BYTES = 2_000_000
 # Two batches in the tokenizer's thread pool at once: one long document does not leave a core idle.
 _BATCHES_IN_FLIGHT = 2
 
-Encoded = list["np.ndarray | str"]
+Encoded = list[np.ndarray | str]
 """The tokens of each document of a batch, or why it is skipped."""
 
 
@@ -219,7 +219,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encoder(
     tokenizer: "PreTrainedTokenizerFast", dtype: np.dtype, chat: bool
 ) -> Callable[[list[Document]], Encoded]:
-    """Return what turns a batch of documents into tokens of this type, with `chat` of conversations."""
+    """Return what turns a batch of documents, with `chat` conversations, into tokens of type `dtype`."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -309,7 +309,7 @@ def _tokenise(
 
 
 def _unwritten(source: TextSource, written: dict[str, int]) -> Iterator[Document]:
-    """Yield the documents but the first so many of each split."""
+    """Yield the documents that follow the `written` ones of their split."""
     for document in source.documents():
         written[document.split] -= 1
         if written[document.split] < 0:

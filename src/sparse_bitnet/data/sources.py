@@ -35,7 +35,7 @@ _GENERATED = ("/stringprep.py", "/html/entities.py")
 class TextSource:
     """Text to prepare: one source, or one for training and one for validation.
 
-    It is read in a fixed order, and both splits come mixed.
+    It is read in a fixed order, and the splits of a single source come mixed.
     """
 
     train: "Source"
@@ -47,7 +47,7 @@ class TextSource:
 
     @property
     def name(self) -> str:
-        """The name of the sources, for messages."""
+        """The names of the sources, for messages."""
         names = [each.name for each in (self.train, self.validation) if each is not None]
         return "; validation: ".join(names)
 
