@@ -7,7 +7,6 @@ config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseB
 bit; the master weights are stored, so training can continue from there. Packed folders load alike.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,13 +127,7 @@ def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Pat
     # A base model without its head has the same names less the prefix.
     prefix = f"{model.base_model_prefix}."
     dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-    with warnings.catch_warnings(action="ignore"):
-        convert_(
-            model,
-            read_format(entry),
-            lambda module, name: name.removeprefix(prefix) not in dense,
-            allow_partial=True,
-        )
+    convert_(model, read_format(entry), lambda module, name: name.removeprefix(prefix) not in dense)
     _check_weights(model, files)
 
 
