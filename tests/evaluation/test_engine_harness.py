@@ -124,10 +124,10 @@ def test_log_likelihoods_are_lm_evals(packed, models, cache_tokens):
     theirs, _ = models
     opened = open_model(packed, EngineOptions(engine="transformers", cache_tokens=cache_tokens))
     ours = EngineLM(opened, batch_size=8)
-    expected, found = (
+    expected, scores = (
         model.loglikelihood(requests(*PAIRS), disable_tqdm=True) for model in (theirs, ours)
     )
-    for (a, a_greedy), (b, b_greedy) in zip(expected, found, strict=True):
+    for (a, a_greedy), (b, b_greedy) in zip(expected, scores, strict=True):
         assert b == pytest.approx(a, abs=1e-4)
         assert a_greedy == b_greedy
     opened.engine.close()
@@ -159,9 +159,9 @@ def test_a_special_token_among_the_stop_strings_ends_the_text_as_in_lm_eval(mode
         model.tokenizer.add_special_tokens({"extra_special_tokens": [name]})
     ours.model.tokenizer = TextTokenizer(ours.tokenizer.backend_tokenizer)
     asked = requests(("some words", {"until": [name], "max_gen_toks": 20}))
-    found, expected = (model.generate_until(asked, disable_tqdm=True) for model in (ours, theirs))
-    assert found == expected
-    assert found == [whole.partition(name)[0]]
+    texts, expected = (model.generate_until(asked, disable_tqdm=True) for model in (ours, theirs))
+    assert texts == expected
+    assert texts == [whole.partition(name)[0]]
 
 
 def test_what_the_context_cannot_hold_is_an_error_of_the_user(models):
@@ -170,6 +170,8 @@ def test_what_the_context_cannot_hold_is_an_error_of_the_user(models):
         ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)
     with pytest.raises(UserError, match="an answer alone has more tokens"):
         ours.loglikelihood(requests(("some", " word" * 600)), disable_tqdm=True)
+    with pytest.raises(UserError, match="the CPU engine is greedy: --engine transformers"):
+        ours.generate_until(requests(("some", {"do_sample": True})), disable_tqdm=True)
 
 
 def test_the_cpu_engine_scores_tasks_as_pytorch_does(packed, tasks, tmp_path, capsys):
@@ -194,17 +196,17 @@ def test_perplexity_of_the_cpu_engine_is_that_of_pytorch(packed, tmp_path, capsy
     pytest.importorskip("sparse_bitnet._cpu")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"some words and {number} more" for number in range(60)))
-    found = {}
+    results = {}
     for engine in ("cpu", "transformers"):
-        options = ["--context-length", "100", "--stride", "70", "--batch-size", "3"]
+        options = ["--context-length", "100", "--batch-size", "3"]
         options += ["--precision", "float32"] if engine == "transformers" else ["--threads", "2"]
         output = tmp_path / f"{engine}.json"
         arguments = [str(packed), "--data", str(text), "--engine", engine, "--out", str(output)]
         evaluate.main([*arguments, *options])
-        found[engine] = json.loads(output.read_text())
-    cpu, reference = found["cpu"], found["transformers"]
+        results[engine] = json.loads(output.read_text())
+    cpu, reference = results["cpu"], results["transformers"]
     assert cpu["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-3)
-    for key in ("tokens", "context_length", "stride", "text_bytes", "checkpoint", "format"):
+    for key in ("tokens", "context_length", "text_bytes", "checkpoint", "format"):
         assert cpu[key] == reference[key]
     assert cpu["format"] == "ternary-6:8, packed as b3"
     assert cpu["device"] == "cpu engine"

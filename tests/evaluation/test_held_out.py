@@ -86,10 +86,10 @@ def test_every_document_of_a_file_counts(tmp_path, model_folder):
     path = tmp_path / "rows.jsonl"
     rows = [{"body": f"line {i} of <|endoftext|>"} for i in range(600)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_held_out(path, str(model_folder), column="body")
-    assert found.text_bytes == sum(len(row["body"]) for row in rows)
+    text = read_held_out(path, str(model_folder), column="body")
+    assert text.text_bytes == sum(len(row["body"]) for row in rows)
     # The end-of-text token, id 0, follows each document; spelled out in one it is text.
-    assert int((np.asarray(found.tokens) == 0).sum()) == 600
+    assert int((np.asarray(text.tokens) == 0).sum()) == 600
     with pytest.raises(UserError, match="no column 'text'"):
         read_held_out(path, str(model_folder))
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from sparse_bitnet.engine.engine_options import EngineOptions
 
 _ENGINE_FIELDS = ("head", "kv_cache", "activations", "threads")
+_SHARED = ("batch_size", "precision", "device")
+_OF_TEXT = ("context_length", "max_tokens", "column", "chat")
+_OF_TASKS = ("include_path", "fewshot", "limit")
 _TASK_TOKENS = 4096
 """Room for each question of a batch with its answers; longer ones are computed in smaller batches."""
 
@@ -56,10 +59,6 @@ class EvaluateConfig:
     context_length: int | None = None
     """Context length in tokens. Default: as in training, or 2048."""
 
-    stride: int | None = None
-    """Tokens between windows. Below --context-length windows overlap, and every token has at least
-    --context-length minus --stride tokens before it. Default: no overlap."""
-
     batch_size: int = 8
     """Windows per forward pass."""
 
@@ -97,14 +96,12 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
-        check_least(self, fewshot=0, limit=1, context_length=1, stride=1)
+        check_least(self, fewshot=0, limit=1, context_length=1)
         check_least(self, batch_size=1, max_tokens=0, threads=1)
-        others = ("context_length", "stride", "max_tokens", "column", "chat")
-        for name in others if self.tasks else ("include_path", "fewshot", "limit"):
+        others, kind = (_OF_TEXT, "--data") if self.tasks else (_OF_TASKS, "--tasks")
+        for name in others:
             if getattr(self, name) != getattr(type(self), name):
-                raise UserError(
-                    f"--{name.replace('_', '-')} is an option of {'--data' if self.tasks else '--tasks'}"
-                )
+                raise UserError(f"--{name.replace('_', '-')} is an option of {kind}")
         if self.engine == "cpu" and (self.device == "cuda" or self.precision == "bf16"):
             raise UserError(
                 "--engine cpu computes in float32 on the CPU: leave out --device and --precision"
@@ -166,11 +163,6 @@ def _score_tasks(
     checkpoint: str, config: EvaluateConfig, engine: "EngineOptions | None"
 ) -> dict[str, Any]:
     """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's result."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from sparse_bitnet.checkpoint.model_folder import read_config
     from sparse_bitnet.evaluation.harness import evaluate_tasks
 
@@ -178,30 +170,11 @@ def _score_tasks(
         positions = read_config(checkpoint).get("max_position_embeddings", 2048)
         room = config.batch_size * min(positions, _TASK_TOKENS)
         engine = replace(engine, cache_tokens=max(positions, room))
-    results = evaluate_tasks(
-        checkpoint,
-        config.tasks,
-        include_path=config.include_path,
-        fewshot=config.fewshot,
-        limit=config.limit,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        device=config.device,
-        engine=engine,
-    )
-    table = Table("task", "metric", "value", "stderr", "questions", box=box.SIMPLE_HEAD)
-    for task, values in results["results"].items():
-        for key, value in values.items():
-            metric, _, kind = key.partition(",")
-            if not kind or metric.endswith("_stderr"):
-                continue
-            error = values.get(f"{metric}_stderr,{kind}")
-            shown = f"{error:.4f}" if isinstance(error, float) else "-"
-            questions = results["n-samples"].get(task, {}).get("effective", "-")
-            # As `Text` no name in brackets is taken for a style.
-            cells = (task, metric, f"{value:.4f}", shown, str(questions))
-            table.add_row(*(Text(cell) for cell in cells))
-    Console().print(table)
+    options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TASKS)}
+    results = evaluate_tasks(checkpoint, config.tasks, engine=engine, **options)
+    from lm_eval.utils import make_table
+
+    print(make_table(results))
     return results
 
 
@@ -218,37 +191,26 @@ def _score_text(
 
     assert config.data is not None
     console = Console(markup=False)
+    options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TEXT)}
     with Progress(console) as progress:
-        found = evaluate(
-            checkpoint,
-            config.data,
-            context_length=config.context_length,
-            stride=config.stride,
-            batch_size=config.batch_size,
-            max_tokens=config.max_tokens,
-            precision=config.precision,
-            device=config.device,
-            engine=engine,
-            column=config.column,
-            chat=config.chat,
-            on_batch=progress.line("scoring", "tokens"),
-        )
+        on_batch = progress.line("scoring", "tokens")
+        result = evaluate(checkpoint, config.data, engine=engine, on_batch=on_batch, **options)
     rows = {
-        "checkpoint": found.checkpoint,
-        "format": found.format,
-        "data": found.data,
-        "perplexity": f"{found.perplexity:.4f}",
-        "mean loss": f"{found.mean_nll:.6f} nats per token",
-        "tokens": f"{found.tokens:,}",
-        "context": f"{found.context_length} tokens, stride {found.stride}",
-        "computed in": f"{found.precision} on {found.device}",
+        "checkpoint": result.checkpoint,
+        "format": result.format,
+        "data": result.data,
+        "perplexity": f"{result.perplexity:.4f}",
+        "mean loss": f"{result.mean_nll:.6f} nats per token",
+        "tokens": f"{result.tokens:,}",
+        "context": f"{result.context_length} tokens",
+        "computed in": f"{result.precision} on {result.device}",
     }
-    if found.bits_per_byte is not None:
-        rows["bits per byte"] = f"{found.bits_per_byte:.4f} ({found.text_bytes:,} bytes)"
+    if result.bits_per_byte is not None:
+        rows["bits per byte"] = f"{result.bits_per_byte:.4f} ({result.text_bytes:,} bytes)"
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value, style="bold" if name == "perplexity" else None)
     console.print(table)
-    return found.to_dict()
+    return result.to_dict()

@@ -24,19 +24,11 @@ from sparse_bitnet.generation.scheduler import Scheduler
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-_MOST_NEW_TOKENS = 256
-"""Tokens to generate where a task does not say, as in lm-eval."""
-
 
 class EngineLM(TemplateLM):
-    """An engine as lm-eval asks of a model."""
+    """An engine as lm-eval asks of a model: `batch_size` contexts, or texts, are computed together."""
 
     def __init__(self, model: OpenModel, *, batch_size: int = 8) -> None:
-        """
-        Args:
-            model: stays the caller's, who closes its engine.
-            batch_size: contexts, or texts, computed together.
-        """
         super().__init__()
         self.model = model
         self.batch_size = batch_size
@@ -121,18 +113,17 @@ class EngineLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
-        """Return texts up to a stop string, greedy unless a task asks for sampling."""
+        """Return texts up to a stop string, greedy."""
         wanted = [self._request(*request.args) for request in requests]
         scheduler = Scheduler(self.model.engine, max_running=self.batch_size)
         texts: dict[int, str] = {}
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
-            for generation in scheduler.run(wanted):
-                texts[id(generation.request)] = generation.text
-                bar.update()
+        running, total = scheduler.run(wanted), len(requests)
+        for generation in tqdm(running, "Generating", total, disable=disable_tqdm):
+            texts[id(generation.request)] = generation.text
         return [texts[id(request)] for request in wanted]
 
     def _request(self, context: str, options: dict[str, Any]) -> GenerationRequest:
-        known: dict[str, Any] = dict(normalize_gen_kwargs(options, _MOST_NEW_TOKENS))
+        known: dict[str, Any] = dict(normalize_gen_kwargs(options, 256))  # as in lm-eval
         until = handle_stop_sequences(known.get("until"), eos=None)
         most = known["max_gen_toks"]
         if most >= self.max_length:
@@ -140,7 +131,8 @@ class EngineLM(TemplateLM):
                 f"the task asks for {most} new tokens, which leave no room for a prompt in the context "
                 f"length of {self.max_length}"
             )
-        is_greedy = not known.get("do_sample")
+        if known.get("do_sample"):
+            raise UserError("the task samples, and the CPU engine is greedy: --engine transformers")
         return GenerationRequest(
             prompt=self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id],
             max_tokens=most,
@@ -148,10 +140,6 @@ class EngineLM(TemplateLM):
             stop=tuple(string for string in until if string),
             stop_tokens=self.model.end_tokens | {self.eot_token_id},
             sampling=SamplingOptions(
-                temperature=0 if is_greedy else known.get("temperature", 1.0),
-                top_k=known.get("top_k") or 0,
-                top_p=known.get("top_p", 1.0),
-                min_p=known.get("min_p") or 0.0,
-                repetition_penalty=known.get("repetition_penalty", 1.0),
+                temperature=0, repetition_penalty=known.get("repetition_penalty", 1.0)
             ),
         )

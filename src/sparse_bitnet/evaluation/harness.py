@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,51 +44,36 @@ def evaluate_tasks(
 
     Args:
         checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
-        tasks: names of tasks, groups or tags; "paper" stands for the paper's five.
-        include_path: folder of data sets of the paper's five tasks (see `task_data`), or of task files
-            (.yaml) of one's own, which win over lm-eval's of that name; both work offline.
+        tasks, include_path: as in `load_tasks`.
         fewshot: examples before each question.
         limit: score only this many questions of each task, the first ones.
         batch_size: sequences per forward.
-        precision: "float32", "bf16" (autocast) or "auto", bf16 where the device is fast at it.
-        device: "cpu", "cuda" or "auto".
+        precision, device: as in `TrainConfig`; not for an engine.
         engine: options of the CPU engine, to score a packed folder with it.
 
     Returns lm-eval's result dictionary ("results", "configs", "versions", "n-shot", ...), JSON-able.
-
-    Raises `UserError` when lm-eval is not installed, a task is unknown, or its data cannot be loaded.
+    Raises `UserError` as `load_tasks`, and for what lm-eval refuses.
     """
-    loaded = load_tasks(tasks, include_path)
-    if engine is None:
-        model: Any = load_lm(checkpoint, batch_size=batch_size, precision=precision, device=device)
-        with selected(model._model):
-            return score_tasks(model, *loaded, str(checkpoint), fewshot, limit)
-    from sparse_bitnet.evaluation.engine_lm import EngineLM
+    loaded, manager = load_tasks(tasks, include_path)
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import handle_non_serializable
 
-    opened = open_model(checkpoint, engine)
-    try:
-        model = EngineLM(opened, batch_size=batch_size)
-        return score_tasks(model, *loaded, str(checkpoint), fewshot, limit)
-    finally:
-        opened.engine.close()
+    with ExitStack() as stack:
+        if engine is None:
+            model: Any = load_lm(
+                checkpoint, batch_size=batch_size, precision=precision, device=device
+            )
+            stack.enter_context(selected(model._model))
+        else:
+            from sparse_bitnet.evaluation.engine_lm import EngineLM
 
-
-def score_tasks(
-    model: "LM",
-    tasks: list[Any],
-    manager: "TaskManager",
-    name: str,
-    fewshot: int,
-    limit: int | None,
-) -> dict[str, Any]:
-    """Score any model of lm-eval's on tasks of `load_tasks`; returns as `evaluate_tasks`.
-
-    `name`: the checkpoint's in the result.
-    """
-    with _lm_eval_errors("--tasks") as logged:
-        results = _import_lm_eval().simple_evaluate(
+            opened = open_model(checkpoint, engine)
+            stack.callback(opened.engine.close)
+            model = EngineLM(opened, batch_size=batch_size)
+        logged = stack.enter_context(_lm_eval_errors("--tasks"))
+        results = simple_evaluate(
             model=model,
-            tasks=tasks,
+            tasks=loaded,
             # Left out, it would read all of lm-eval's task files again.
             task_manager=manager,
             num_fewshot=fewshot,
@@ -101,9 +86,7 @@ def score_tasks(
     for task in results["configs"]:
         if not any("," in key for key in results["results"].get(task, ())):
             raise UserError(f"task {task}: lm-eval computes none of its metrics (metric_list)")
-    results["config"]["model"] = name
-    from lm_eval.utils import handle_non_serializable
-
+    results["config"]["model"] = str(checkpoint)
     # As lm-eval itself writes it to a file.
     return json.loads(json.dumps(results, default=handle_non_serializable))
 
@@ -112,8 +95,8 @@ def accuracies(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return acc and, where there is one, acc_norm of every task, not of groups, of lm-eval's results."""
     scores: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
-        metrics = {name: values.get(f"{name},none") for name in ("acc", "acc_norm")}
-        known = {name: float(value) for name, value in metrics.items() if value is not None}
+        metrics = [name for name in ("acc", "acc_norm") if f"{name},none" in values]
+        known = {name: float(values[f"{name},none"]) for name in metrics}
         if "acc" in known and task not in results.get("group_subtasks", {}):
             scores[task] = known
     return scores
@@ -124,22 +107,19 @@ def load_lm(
 ) -> "LM":
     """Load a checkpoint as lm-eval's own Hugging Face model.
 
-    Raises `UserError` when it cannot be loaded or lm-eval is not installed.
+    Raises `UserError` when it cannot be loaded.
     """
-    _import_lm_eval()
     import torch
     from lm_eval.models.huggingface import HFLM
 
-    found = find_checkpoint(checkpoint)
-    where = resolve_device(device)
+    stored, where = find_checkpoint(checkpoint), resolve_device(device)
     dtype = resolve_dtype(precision, where)
-    model: Any = found.load(dtype=torch.float32)
-    model.to(where).eval()
+    model: Any = stored.load(dtype=torch.float32)
     # It warns of options that an already loaded model ignores; none of them is set here.
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
     return HFLM(
-        pretrained=model,
-        tokenizer=found.tokenizer(),
+        pretrained=model.to(where).eval(),
+        tokenizer=stored.tokenizer(),
         backend="causal",
         batch_size=batch_size,
         mixed_precision_dtype=None if dtype == torch.float32 else dtype,
@@ -152,12 +132,17 @@ def load_tasks(
     """Find tasks, also joined by commas, and load their data; "paper" stands for the paper's five. What a
     group holds is scored as part of it alone. Returns the tasks and groups, and lm-eval's index of them.
 
-    Raises `UserError` naming an unknown task, the data set that cannot be loaded or has no answers, or
-    a task that two groups hold.
-    """
-    _import_lm_eval()
-    from lm_eval.tasks import TaskManager
+    `include_path` is a folder of data sets of the paper's five tasks (see `task_data`), or of task files
+    (.yaml) of one's own, which win over lm-eval's of that name; both work offline.
 
+    Raises `UserError` where lm-eval is not installed, for an unknown task, data that cannot be loaded or
+    has no answers, and a task that two groups hold.
+    """
+    try:
+        import lm_eval.tasks
+    except ImportError as error:
+        remedy = install("lm-eval")
+        raise UserError(f"tasks need lm-eval, which is not installed: {remedy}") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     asked = [name for task in tasks for name in task.split(",")]
     names = [name for task in asked for name in (PAPER_TASKS if task == "paper" else (task,))]
@@ -165,16 +150,16 @@ def load_tasks(
     held: set[str] = set()
     with tempfile.TemporaryDirectory() as made:
         if include_path is None:
-            manager = TaskManager()
+            manager = lm_eval.tasks.TaskManager()
         elif not Path(include_path).is_dir():
             raise UserError(f"--include-path {include_path}: no such folder")
         else:
             write_task_files(names, Path(include_path), Path(made))
             paths: list[str | Path] = [made, str(include_path)]  # the user's own task files win
-            manager = TaskManager(include_path=paths, include_defaults=False)
+            manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False)
             # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
             if not set(names) <= set(manager.all_tasks):
-                manager = TaskManager(include_path=paths)
+                manager = lm_eval.tasks.TaskManager(include_path=paths)
         for name in names:
             if name not in manager.all_tasks:
                 raise UserError(
@@ -182,18 +167,18 @@ def load_tasks(
                     "--include-path adds others"
                 )
             with _lm_eval_errors(f"task {name}") as logged:
-                found = manager.load(name)
+                parts = manager.load(name)
             if logged:
                 raise UserError(f"task {name}: lm-eval: {logged[0]}")
-            for part, task in found["tasks"].items():
+            for part, task in parts["tasks"].items():
                 check_answers(part, task)
                 if lacking := [each for each, mean in task.aggregation().items() if mean is None]:
                     raise UserError(f"task {part}: lm-eval has no such aggregation of {lacking[0]}")
-            if name in found["groups"]:
-                held |= found["tasks"].keys() | found["groups"].keys() - {name}
-                loaded[name] = found["groups"][name]
+            if name in parts["groups"]:
+                held |= parts["tasks"].keys() | parts["groups"].keys() - {name}
+                loaded[name] = parts["groups"][name]
             else:
-                loaded |= found["tasks"]
+                loaded |= parts["tasks"]
     kept = [item for name, item in loaded.items() if name not in held]
     try:
         manager.load(kept)
@@ -236,13 +221,3 @@ def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagates
-
-
-def _import_lm_eval() -> Any:
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise UserError(
-            f"tasks need lm-eval, which is not installed: {install('lm-eval')}"
-        ) from error
-    return lm_eval

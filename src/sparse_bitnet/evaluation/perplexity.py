@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out perplexity of models and engines: the exact token-weighted mean over a text.
 
-Context. A text of N tokens is cut into windows of `context_length` input tokens, each of which
-predicts the token after it. By default windows do not overlap: every token but the very first is
-scored exactly once, with 1 to `context_length` tokens before it. With a `stride` below
-`context_length` windows advance by `stride` tokens and score only their last `stride` predictions
-(the first window all), so that every token has at least context_length - stride tokens before it, at
-context_length / stride times the cost. Documents follow each other, an end-of-text token after
-each, as in training.
+A text of N tokens is cut into windows of `context_length` input tokens, each of which predicts the token
+after it. Windows do not overlap: every token but the very first is scored exactly once, with 1 to
+`context_length` tokens before it. Documents follow each other, an end-of-text token after each, as in
+training.
 """
 
 import dataclasses
@@ -43,17 +40,13 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT_LENGTH = 2048
 """Used for checkpoints that do not say with which sequence length they were trained."""
 
-NOT_SCORED = -100
-"""Label of a position whose prediction does not count."""
-
-_AT_ONCE = 1 << 20
 _PAGE = 64
 """Tokens by which the CPU engine's cache grows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """A measured perplexity and what it was measured on."""
+    """A measured perplexity."""
 
     mean_nll: float
     """Negative log-likelihood in nats per scored token."""
@@ -61,59 +54,35 @@ class Perplexity:
     tokens: int
     """Tokens scored."""
 
-    context_length: int
-    stride: int
-    text_bytes: int | None = None
-    """UTF-8 bytes of the text, where the whole of it was scored."""
-
     @property
     def perplexity(self) -> float:
         """Return exp(mean_nll); infinite beyond the largest float, e^709.8."""
         return math.inf if self.mean_nll >= 709 else math.exp(self.mean_nll)
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers; None where the size of the text is unknown."""
-        if not self.text_bytes:
-            return None
-        return self.mean_nll * self.tokens / math.log(2) / self.text_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able: every field and both derived values."""
-        derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return derived | dataclasses.asdict(self)
-
 
 class Window(NamedTuple):
-    """Input tokens start..end, of which those from `scored_from` on have their prediction scored."""
+    """Input tokens start..end, each of which predicts the next one."""
 
     start: int
     end: int
-    scored_from: int
 
     def answers(self, chat: np.ndarray) -> np.ndarray:
-        """Return which of the scored predictions are an answer's, bool, in stored conversations."""
-        return chat[self.scored_from + 1 : self.end + 1] & LEARNT != 0
+        """Return which of the predictions are an answer's, bool, in stored conversations."""
+        return chat[self.start + 1 : self.end + 1] & LEARNT != 0
 
 
-def windows(
-    tokens: int, context_length: int, stride: int, chat: np.ndarray | None = None
-) -> Iterator[Window]:
-    """Cut a text of this many tokens; each prediction 0..tokens-2 is scored in exactly one window.
+def windows(tokens: int, context_length: int, chat: np.ndarray | None = None) -> Iterator[Window]:
+    """Cut a text of this many tokens; each prediction 0..tokens-2 is in exactly one window.
 
     `chat`: the stored tokens, where the text is conversations. Each is cut alone, and windows without
     an answer are left out.
     """
     begins = [] if chat is None else (np.flatnonzero(chat[1:tokens] & BEGINS) + 1).tolist()
     for first, following in itertools.pairwise([0, *begins, tokens]):
-        scored_from = start = first
-        while scored_from < following - 1:
-            end = min(start + context_length, following - 1)
-            window = Window(start, end, scored_from)
+        for start in range(first, following - 1, context_length):
+            window = Window(start, min(start + context_length, following - 1))
             if chat is None or window.answers(chat).any():
                 yield window
-            scored_from = end
-            start += stride
 
 
 def perplexity(
@@ -121,11 +90,9 @@ def perplexity(
     tokens: TokenSequence | np.ndarray,
     *,
     context_length: int,
-    stride: int | None = None,
     batch_size: int = 8,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    text_bytes: int | None = None,
     chat: np.ndarray | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> Perplexity:
@@ -135,47 +102,26 @@ def perplexity(
         model: an engine, or a model in any mode on `device`; the mode is restored.
         tokens: the text, at least two tokens.
         context_length: most input tokens per window.
-        stride: tokens by which windows advance; `context_length` when not given.
         batch_size: windows per forward; changes the time, and the result by rounding only.
         device, dtype: of a model; float32, or bfloat16 for autocast to it.
-        text_bytes: UTF-8 bytes of the text, for bits per byte.
         chat: the stored tokens of conversations, of which only the answers are scored.
         on_batch: called with the number of tokens scored so far.
 
-    Raises `UserError` when there is nothing to score, for a stride outside 1..context_length, for a
-    context beyond the model's positions, and for a token that the model's vocabulary lacks.
+    Raises `UserError` when there is nothing to score, and for a context beyond the model's positions.
     """
-    stride = context_length if stride is None else stride
-    positions, vocab_size = _sizes(model)
+    positions = _sizes(model)[0]
     if len(tokens) < 2:
         raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    if context_length < 1 or not 1 <= stride <= context_length:
-        raise UserError(
-            f"context_length={context_length}, stride={stride}: needs 1 <= stride <= context_length"
-        )
     if positions is not None and context_length > positions:
         raise UserError(f"context_length={context_length}: the model has {positions} positions")
-    starts = range(0, len(tokens), _AT_ONCE)
-    largest = max(int(tokens[start : start + _AT_ONCE].max()) for start in starts)
-    if largest >= vocab_size:
-        raise UserError(
-            f"token {largest} is outside the model's vocabulary of {vocab_size}: the data was tokenised "
-            "for another model"
-        )
-    cut = windows(len(tokens), context_length, stride, chat)
+    cut = windows(len(tokens), context_length, chat)
     if isinstance(model, InferenceEngine):
         mean, scored = _engine_loss(model, tokens, cut, chat, batch_size, on_batch)
     else:
         batches = _batches(tokens, cut, chat, batch_size, on_batch)
         mean, scored = mean_token_loss(SummedLoss(model), batches, device=device, dtype=dtype)
     assert chat is not None or scored == len(tokens) - 1
-    return Perplexity(
-        mean_nll=mean,
-        tokens=scored,
-        context_length=context_length,
-        stride=stride,
-        text_bytes=text_bytes,
-    )
+    return Perplexity(mean_nll=mean, tokens=scored)
 
 
 def _sizes(model: "PreTrainedModel | InferenceEngine") -> tuple[int | None, int]:
@@ -195,7 +141,7 @@ def _batches(
     on_batch: Callable[[int], None] | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and labels, int64 [windows, length], of windows of one length: no padding, so no masks
-    and no wasted work. Labels are the tokens after the inputs, or `NOT_SCORED`."""
+    and no wasted work. Labels are the tokens after the inputs, or -100 where none is scored."""
 
     def length(window: Window) -> int:
         return window.end - window.start
@@ -203,10 +149,8 @@ def _batches(
     def inputs_and_labels(window: Window) -> tuple[Tensor, Tensor]:
         piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
         inputs, labels = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:].copy())
-        first = window.scored_from - window.start
-        labels[:first] = NOT_SCORED
         if chat is not None:
-            labels[first:][~window.answers(chat)] = NOT_SCORED
+            labels[~window.answers(chat)] = -100
         return inputs, labels
 
     done = 0
@@ -215,7 +159,7 @@ def _batches(
         while group := list(itertools.islice(same, batch_size)):
             inputs, labels = zip(*map(inputs_and_labels, group), strict=True)
             yield torch.stack(inputs), torch.stack(labels)
-            done += sum(window.end - window.scored_from for window in group)
+            done += sum(map(length, group))
             if on_batch:
                 on_batch(done)
 
@@ -235,8 +179,7 @@ def _engine_loss(
     def requests() -> Iterator[GenerationRequest]:
         for window in cut:
             prompt = tokens[window.start : window.end + 1].tolist()
-            score_from = window.scored_from - window.start + 1
-            request = GenerationRequest(prompt=prompt, max_tokens=0, score_from=score_from)
+            request = GenerationRequest(prompt=prompt, max_tokens=0, score_from=1)
             under_way[id(request)] = window
             yield request
 
@@ -257,6 +200,10 @@ def _engine_loss(
 class Evaluation(Perplexity):
     """A perplexity with what was evaluated, on what, and how."""
 
+    context_length: int
+    text_bytes: int | None
+    """UTF-8 bytes of the text, where the whole of it was scored."""
+
     checkpoint: str
     """The folder or hub id that was loaded."""
 
@@ -268,13 +215,24 @@ class Evaluation(Perplexity):
     precision: str
     device: str
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers; None where the size of the text is unknown."""
+        if not self.text_bytes:
+            return None
+        return self.mean_nll * self.tokens / math.log(2) / self.text_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: every field and both derived values."""
+        derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return derived | dataclasses.asdict(self)
+
 
 def evaluate(
     checkpoint: str | Path,
     data: str | Path,
     *,
     context_length: int | None = None,
-    stride: int | None = None,
     batch_size: int = 8,
     max_tokens: int = 0,
     precision: str = "auto",
@@ -288,38 +246,35 @@ def evaluate(
 
     Args:
         checkpoint: run folder, checkpoint folder, transformers folder or hub id.
-        data: prepared folder (its validation split), or a text file or glob; with `chat` a file or glob
-            of conversations. Of conversations the answers are scored.
+        data, column, chat: as in `read_held_out`. Of conversations the answers are scored.
         context_length: default the sequence length of training, or 2048, or the model's positions.
         max_tokens: score only this many tokens, the first ones; 0: all.
         precision, device: as in `TrainConfig`; not for an engine.
         engine: options of the CPU engine, to score a packed folder with it; its context and cache are set
             here.
-        column: of .jsonl, .json, .csv and .parquet files; default "text", of conversations "messages".
         on_batch: called with the tokens scored so far and the number of all.
 
     Other arguments as `perplexity`. Raises `UserError` for a checkpoint, data or combination of both
     that cannot be used.
     """
-    found = find_checkpoint(checkpoint)
-    text = read_held_out(data, str(found.folder), column=column, chat=chat)
-    length = found.trained_context_length or DEFAULT_CONTEXT_LENGTH
+    stored = find_checkpoint(checkpoint)
+    text = read_held_out(data, str(stored.folder), column=column, chat=chat)
+    trained = stored.trained_context_length or DEFAULT_CONTEXT_LENGTH
     model: Any
     options: dict[str, Any] = {}
-    if engine is not None:
-        positions = found.config.get("max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
-        length = context_length or min(length, positions)
+    if engine is None:
+        options["device"] = resolve_device(device)
+        options["dtype"] = resolve_dtype(precision, options["device"])
+        model = stored.load(dtype=torch.float32).to(options["device"])
+        length = context_length or min(trained, _sizes(model)[0] or DEFAULT_CONTEXT_LENGTH)
+        precision, where = str(options["dtype"]).removeprefix("torch."), options["device"].type
+    else:
+        positions = stored.config.get("max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
+        length = context_length or min(trained, positions)
         room = batch_size * (length // _PAGE + 1) * _PAGE
         settings = dataclasses.replace(engine, context_length=length, cache_tokens=room)
-        model = open_engine(str(found.folder), settings)
+        model = open_engine(str(stored.folder), settings)
         precision, where = f"float32, head {engine.head}, cache {engine.kv_cache}", "cpu engine"
-    else:
-        options = {"device": resolve_device(device)}
-        options["dtype"] = resolve_dtype(precision, options["device"])
-        model = found.load(dtype=torch.float32).to(options["device"])
-        positions = getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
-        length = context_length or min(length, positions)
-        precision, where = str(options["dtype"]).removeprefix("torch."), options["device"].type
     try:
         text.check_vocab(_sizes(model)[1])
         tokens, text_bytes = text.first(max_tokens)
@@ -327,20 +282,19 @@ def evaluate(
             model,
             tokens,
             context_length=length,
-            stride=stride,
             batch_size=batch_size,
-            text_bytes=text_bytes,
             chat=text.chat,
             on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
             **options,
         )
-        format = _format(model, found.entry)
     finally:
         if engine is not None:
             model.close()
     return Evaluation(
-        checkpoint=found.name,
-        format=format,
+        context_length=length,
+        text_bytes=text_bytes,
+        checkpoint=stored.name,
+        format=_format(model, stored.entry),
         data=text.name,
         precision=precision,
         device=where,
@@ -350,14 +304,10 @@ def evaluate(
 
 def _format(model: Any, entry: dict[str, Any]) -> str:
     """Return the format of an engine's folder, or of a model's first layer that has one of ours."""
-    config, packed = None, None
     if isinstance(model, InferenceEngine):
-        config, packed = SparseBitConfig.from_dict(entry["format"]), entry["packed_format"]
-    else:
-        for module in model.modules():
-            if isinstance(getattr(module, "config", None), SparseBitConfig):
-                config, packed = module.config, getattr(module, "packed_format", None)
-                break
-    if config is None:
-        return "unconverted"
-    return str(config) + (f", packed as {packed}" if packed else "")
+        return f"{SparseBitConfig.from_dict(entry['format'])}, packed as {entry['packed_format']}"
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), SparseBitConfig):
+            packed = getattr(module, "packed_format", None)
+            return f"{config}, packed as {packed}" if packed else str(config)
+    return "unconverted"

@@ -2,19 +2,15 @@
 """The paper's five tasks on data sets that lie in a folder: lm-eval's own tasks on local data.
 
 A data set lies as it was downloaded, `hf download Rowan/hellaswag --repo-type dataset --local-dir
-FOLDER/hellaswag`, below the name of its task or its own, or is one file FOLDER/TASK*.jsonl.
+FOLDER/hellaswag`, or is one file FOLDER/TASK*.jsonl.
 """
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_bitnet.errors import UserError
-
-_READERS = {".parquet": "parquet", ".jsonl": "json"}
-_SPLIT_NAMES = {"train": "train", "validation": "val|dev", "test": "test"}
 
 
 class _Task(NamedTuple):
@@ -48,29 +44,29 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
     own = Path(lm_eval.tasks.__file__).parent
     for name in set(names) & set(_TASKS):
         task = _TASKS[name]
-        if not (files := _files(data, name, task)):
+        files = {task.split: sorted(data.glob(f"{name}*.jsonl"))}
+        others = ("train", "val", "dev") if task.split == "test" else ("train", "test")
+        for path in files[task.split]:
+            if any(word in path.name.lower() for word in others):
+                raise UserError(f"task {name}: {path} is of another split than {task.split}")
+        kind, folder = "json", data / task.name.rpartition("/")[2] / task.config
+        if not files[task.split] and folder.is_dir():
+            kind, splits = "parquet", ("train", task.split)
+            files = {split: sorted(folder.rglob(f"*{split}*.parquet")) for split in splits}
+            if not files[task.split]:
+                raise UserError(
+                    f"task {name}: {folder} has no .parquet file of its {task.split} split"
+                )
+        known = {split: [str(p.absolute()) for p in of] for split, of in files.items() if of}
+        if not known:
             continue
-        splits = _by_split(files, data)
-        if task.split not in splits:
-            raise UserError(
-                f"task {name}: {data} has its {', '.join(splits)} split, not {task.split}; the file of "
-                "that split has it in its name"
-            )
-        kind = splits[task.split][0].suffix
-        wanted = {
-            split: [str(path.absolute()) for path in splits[split] if path.suffix == kind]
-            for split in ("train", task.split)
-            if split in splits
-        }
         config = {
             "include": str(own / task.yaml),
             "task": name,
-            "dataset_path": _READERS[kind],
+            "dataset_path": kind,
             "dataset_name": None,
-            "dataset_kwargs": {
-                "data_files": {key: paths for key, paths in wanted.items() if paths}
-            },
-            "training_split": "train" if wanted.get("train") else None,
+            "dataset_kwargs": {"data_files": known},
+            "training_split": "train" if "train" in known else None,
             "validation_split": None,
             "test_split": None,
             f"{task.split}_split": task.split,
@@ -93,30 +89,3 @@ def check_answers(name: str, task: Any) -> None:
             if name in _TASKS:
                 remedy = f"take it as it lies on the hub ({_TASKS[name].name})"
             raise UserError(f"task {name}: its data has no {column}; {remedy}")
-
-
-def _files(data: Path, name: str, task: _Task) -> list[Path]:
-    """Return all files of a data set, without those of its other configurations."""
-    owner, _, short = task.name.partition("/")
-    files = set(data.glob(f"{name}*"))
-    for place in (data / name, data / short, data / owner / short):
-        inside = {path: path.relative_to(place).parts for path in place.rglob("*")}
-        named = {p for p, parts in inside.items() if any(x.startswith(task.config) for x in parts)}
-        files |= set(inside) if place.name == name and not named else named
-    return sorted(path for path in files if path.suffix in _READERS)
-
-
-def _by_split(files: list[Path], data: Path) -> dict[str, list[Path]]:
-    """Group files by the word in their names, else in their folders'; files without one are of any split,
-    so they are asked."""
-    found: dict[str, list[Path]] = {}
-    for path in files:
-        splits = [
-            split
-            for part in reversed(path.relative_to(data).parts)
-            for split, words in _SPLIT_NAMES.items()
-            if re.search(rf"(?:^|[-_.])(?:{words})", part, re.IGNORECASE)
-        ]
-        if splits:
-            found.setdefault(splits[0], []).append(path)
-    return found or {split: files for split in ("validation", "test")}
