@@ -16,11 +16,11 @@ SANITIZED_TESTS := $(addprefix tests/kernels/test_,cpu.py matmul.py repack.py th
 quickstart: $(STAMP)
 	$(BIN)/sparse-bitnet quickstart
 
-# The repository's page, from the committed results; docs/experiments.html is the same page, not tracked.
+# The repository's pages of experiments, from the committed results.
 experiments: $(STAMP)
 	$(BIN)/sparse-bitnet report docs/results/cpu-paper docs/results/cpu docs/results/cpu-ideas \
 		--engine $(lastword $(sort $(wildcard benchmarks/results/*_table3.jsonl))) \
-		--document docs/experiments.md --page docs/experiments.html
+		--document docs/experiments.md
 
 # The site, from docs/ and the docstrings, in build/site; a link that leads nowhere is an error.
 docs: $(STAMP)

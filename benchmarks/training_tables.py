@@ -16,7 +16,7 @@ def quickstart() -> str:
         f"{made['date'][:10]}, commit {made['commit']}, "
         f"sparse-bitnet {made['versions']['sparse-bitnet']}"
     )
-    frame = comparison_table(models).frame.iloc[:, [0, 2, 3, 4, 6]]
+    frame = comparison_table(models).frame.iloc[:, [0, 1, 2, 3, 5]]
     frame.columns = ["PPL", "Δ %", "zeros", "flips", "paper, 0.5B: Δ %"]
     table = Table(frame).markdown().rstrip()
     return f"{table}\n\n`sparse-bitnet quickstart` ({where})"

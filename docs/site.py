@@ -25,8 +25,9 @@ def on_files(files: Files, config) -> Files:
         texts[page] = (ROOT / name).read_text("utf-8")
     linked: set[Path] = set()
     for page, text in texts.items():
-        base = ROOT if page in FROM_ROOT.values() else ROOT / "docs"
-        rewritten = LINK.sub(lambda link, base=base: _link(link, base, linked), text)
+        base = ROOT if page in FROM_ROOT.values() else (ROOT / "docs" / page).parent
+        up = "../" * page.count("/")
+        rewritten = LINK.sub(lambda link, base=base, up=up: _link(link, base, up, linked), text)
         if page in pages:
             files.remove(pages[page])
         files.append(File.generated(config, page, content=rewritten))
@@ -35,17 +36,17 @@ def on_files(files: Files, config) -> Files:
     return files
 
 
-def _link(link: re.Match, base: Path, linked: set[Path]) -> str:
+def _link(link: re.Match, base: Path, up: str, linked: set[Path]) -> str:
     if "://" in link[1]:
         return link[0]
     path = (base / link[1]).resolve()
     name = path.relative_to(ROOT).as_posix()
     if name in FROM_ROOT:
-        return f"]({FROM_ROOT[name]}{link[2]})"
+        return f"]({up}{FROM_ROOT[name]}{link[2]})"
     if path.is_relative_to(ROOT / "docs"):
-        return f"]({path.relative_to(ROOT / 'docs').as_posix()}{link[2]})"
+        return f"]({up}{path.relative_to(ROOT / 'docs').as_posix()}{link[2]})"
     linked.add(path)
-    return f"]({_page_of(path)})"
+    return f"]({up}{_page_of(path)})"
 
 
 def _page_of(path: Path) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet_paper.paper import paper, paper_accuracies, paper_perplexities
+from sparse_bitnet_paper.paper import paper, paper_accuracies
 from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import ABLATIONS
 from sparse_bitnet_paper.scales import DENSE_PATTERN, four_formats
@@ -27,7 +27,7 @@ NOTHING = "-"
 
 def claims(results: Results) -> list[Claim]:
     """Return the paper's claims on which there is a number, in its order, not yet judged."""
-    found = [
+    every = [
         *_robustness(results),
         *_sweep(results),
         *_ablations(results),
@@ -36,7 +36,7 @@ def claims(results: Results) -> list[Claim]:
         *_near_zero(results),
         *_downstream(results),
     ]
-    return [claim for claim in found if claim.estimate.count]
+    return [claim for claim in every if claim.estimate.count]
 
 
 def _claim(
@@ -44,7 +44,7 @@ def _claim(
 ) -> Claim:
     """Return a claim of paper.toml, with `words` filled in."""
     values = paper()["claims"][name]
-    texts = {key: values[key].format(**words) for key in ("text", "measure", "paper")}
+    texts = {key: values[key].format(**words) for key in ("text", "short", "measure", "paper")}
     return Claim(**values | texts, model=model, estimate=estimate, expected=expected)
 
 
@@ -68,42 +68,30 @@ def losses_at(rates: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def _robustness(results: Results) -> Iterator[Claim]:
-    theirs = {m: cost for m in results.models if (cost := _paper_costs(results, m)) is not None}
+    """Yield what 6:8 costs at each size, beside the paper's model at the same place among the sizes."""
+    theirs = {}
+    for model, own in zip(results.setting["sizes"], paper()["perplexity"].values(), strict=False):
+        dense, full, dense_ternary, ternary = (100 * math.log(value) for value in own.values())
+        theirs[model] = (full - dense, ternary - dense_ternary)
     for model in reversed(results.models):
-        cost = theirs.get(model)
-        expected = None if cost is None else cost["full"] - cost["ternary"]
+        expected = theirs[model][0] - theirs[model][1] if model in theirs else None
         losses = results.losses(model)
         yield _claim("cost", model, cost_estimate(losses), expected)
         shown = [losses.drop(0, errors="ignore")]
-        for name, searched in (
-            ("cost-at-chosen-rate", results.at_best_rates(model, shared=True)),
-            ("cost-at-own-rates", results.at_best_rates(model, shared=False)),
-        ):
+        for name, shared in (("cost-at-chosen-rate", True), ("cost-at-own-rates", False)):
+            searched = results.at_best_rates(model, shared=shared)
             if searched and not any(losses_at(searched).equals(other) for other in shown):
                 shown.append(losses_at(searched))
                 estimate = cost_estimate(shown[-1])
                 if estimate.count > 1:
                     yield _claim(name, model, estimate, expected)
-    penalties = {
-        model: (cost["ternary"], ours)
-        for model, cost in theirs.items()
-        if len(ours := results.relative("ternary-6:8", model=model))
-    }
-    if len(penalties) > 1:
-        (small, (of_theirs, of_ours)), *_, (large, (at_theirs, at_ours)) = penalties.items()
-        estimate = Estimate((100 * np.log(of_ours / at_ours)).dropna())
-        yield _claim("shrinks", large, estimate, of_theirs - at_theirs, small=small, large=large)
-
-
-def _paper_costs(results: Results, model: str) -> dict[str, float] | None:
-    """Return 100 log of sparse over dense perplexity by weight format, for the paper's model that has the
-    same place among the sizes; None where it has none."""
-    columns = list(paper_perplexities("6:8").values())
-    place = list(results.setting["sizes"]).index(model)
-    if place >= len(columns):
-        return None
-    dense, full, dense_ternary, ternary = map(math.log, columns[place].values())
-    return {"full": 100 * (full - dense), "ternary": 100 * (ternary - dense_ternary)}
+    penalties = {model: results.relative("ternary-6:8", model=model) for model in theirs}
+    known = [model for model, ours in penalties.items() if len(ours)]
+    if len(known) > 1:
+        small, large = known[0], known[-1]
+        estimate = Estimate((100 * np.log(penalties[small] / penalties[large])).dropna())
+        expected = theirs[small][1] - theirs[large][1]
+        yield _claim("shrinks", large, estimate, expected, small=small, large=large)
 
 
 def _sweep(results: Results) -> Iterator[Claim]:
@@ -130,29 +118,25 @@ def collapse_densities(results: Results) -> pd.DataFrame:
     """
     density = {pattern: NMPattern.parse(pattern).density for pattern in results.setting["patterns"]}
     patterns = sorted(density, key=lambda pattern: -density[pattern])
-    norm_ppl = pd.concat(
-        {
-            weight: pd.DataFrame({p: results.relative(f"{weight}-{p}") for p in patterns})
-            for weight in ("full", "ternary")
-        },
-        axis=1,
-    ).dropna()
-    passed = norm_ppl[norm_ppl.max(axis=1) > COLLAPSE]
-    crossings = {
-        weight: [
-            _crossing(list(density[p] for p in patterns), list(line)) for line in lines.to_numpy()
-        ]
-        for weight, lines in (("full", passed.full), ("ternary", passed.ternary))
+    norm_ppl = {
+        weight: pd.DataFrame({p: results.relative(f"{weight}-{p}") for p in patterns})
+        for weight in ("full", "ternary")
     }
-    return pd.DataFrame(crossings, index=passed.index, dtype=float)
+    both = pd.concat(norm_ppl, axis=1).dropna()
+    both = both[both.max(axis=1) > COLLAPSE]
+    densities = [density[pattern] for pattern in patterns]
+    crossings = {
+        weight: [_crossing(densities, list(line)) for line in both[weight].to_numpy()]
+        for weight in norm_ppl
+    }
+    return pd.DataFrame(crossings, index=both.index, dtype=float)
 
 
 def _crossing(densities: Sequence[float], norm_ppl: Sequence[float]) -> float:
     for (dense, low), (sparse, high) in pairwise(zip(densities, norm_ppl, strict=True)):
         if high > COLLAPSE:
-            if low >= COLLAPSE:
-                return dense
-            return dense + (sparse - dense) * (COLLAPSE - low) / (high - low)
+            share = max(0.0, (COLLAPSE - low) / (high - low))
+            return dense + (sparse - dense) * share
     return densities[-1]
 
 
@@ -166,11 +150,11 @@ def _ablations(results: Results) -> Iterator[Claim]:
 
 def paper_design(design: str) -> tuple[str, float | None]:
     """Return what the paper has for a training design against its baseline: in words, and 100 log."""
-    base, found = paper()["designs"]["baseline"], paper()["designs"].get(design)
-    if found is None:
+    base, theirs = paper()["designs"]["baseline"], paper()["designs"].get(design)
+    if theirs is None:
         return "higher, no number", None
-    return f"{100 * (found / base - 1):+.1f} % ({found} against {base})", 100 * math.log(
-        found / base
+    return f"{100 * (theirs / base - 1):+.1f} % ({theirs} against {base})", 100 * math.log(
+        theirs / base
     )
 
 
@@ -215,14 +199,14 @@ def flips_by_tenth(results: Results) -> dict[str, list[Estimate]]:
     (_, base), *others = (
         (name, flip_curves(results, format)) for name, format in ABLATIONS.items()
     )
-    found = {
+    by_design = {
         name: [
             Estimate(octaves(curves, base, start=number / 10, end=(number + 1) / 10))
             for number in range(10)
         ]
         for name, curves in others
     }
-    return {name: tenths for name, tenths in found.items() if tenths[0].count}
+    return {name: tenths for name, tenths in by_design.items() if tenths[0].count}
 
 
 def flip_curves(results: Results, format: str) -> pd.DataFrame:

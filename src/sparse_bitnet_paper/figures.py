@@ -22,8 +22,6 @@ from sparse_bitnet_paper.paper import paper
 from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import ABLATIONS
 from sparse_bitnet_paper.scales import DENSE_PATTERN
-from sparse_bitnet_paper.tables import dense_of, four_models, label, paper_models, perplexities
-from sparse_bitnet_paper.tables import sparsity_costs as costs_of
 from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, NEAR_ZERO
 
 if TYPE_CHECKING:
@@ -41,8 +39,6 @@ OF_WEIGHTS = ("layer-profile", "near-zero", "histogram", "thresholds")
 COLOURS = {"full": "#0072b2", "ternary": "#d55e00"}
 INK = "#123456"  # of figures.mplstyle
 SIZE = (5.4, 3.6)
-SMOOTH = 13
-"""Points of a thinned curve over which differences of losses are averaged."""
 
 # Okabe and Ito; each design also has a line style of its own.
 _DESIGN_STYLES: tuple[dict[str, Any], ...] = (
@@ -81,14 +77,13 @@ def svg_text(figure: "Figure", name: str, title: str) -> str:
     `name` is a prefix of all ids, unique in a page; `title` is read out in place of the drawing.
     """
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=unsaid)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     # Several figures share one page: ids must differ, and the page sets the size.
     text = prefix_ids(text, name)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r' (?:height|width)="[^"]*"', "", text, count=2)
     spoken = escape(title, {'"': "&quot;"})
     text = text.replace("<svg ", f'<svg role="img" aria-label="{spoken}" ', 1)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
@@ -113,48 +108,13 @@ def standalone(svg: str) -> str:
     return svg + ("" if svg.endswith("\n") else "\n")
 
 
-# Table 2, the course of training, and the paper's figures 2 and 4.
-
-
-def cost_figure(results: Results) -> str:
-    """Draw what sparsity costs at the main size, beside the paper's own: groups of a bar a format."""
-    pattern = results.setting["pattern"]
-    models = {"this run": perplexities(four_models(results, results.main))}
-    models |= {f"paper, {size}": theirs for size, theirs in paper_models(pattern).items()}
-    with canvas("cost-bars", size=(SIZE[0], 1.0 + 0.6 * len(models))) as (figure, axes):
-        for weight, offset in (("full", -0.19), ("ternary", 0.19)):
-            costs = [costs_of(own)[f"{weight}-{pattern}"] for own in models.values()]
-            known = pd.DataFrame([cost.agg(["mean", "min", "max"]) for cost in costs])
-            bars = axes.barh(
-                np.arange(len(models)) + offset,
-                known["mean"].to_numpy(),
-                0.34,
-                xerr=_range_around(known),
-                error_kw={"ecolor": INK, "elinewidth": 1.2},
-                color=COLOURS[weight],
-                label=LABELS[weight],
-            )
-            axes.bar_label(bars, fmt="%+.1f", padding=3)
-        axes.axvline(0, color=INK, linewidth=0.9)
-        axes.set_yticks(range(len(models)), list(models))
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        axes.margins(x=0.15)
-        axes.set_xlabel(f"perplexity of {pattern} over dense (%)")
-        figure.legend(loc="outside upper center", ncols=2)
-        title = "Perplexity increase through sparsity, by weight format"
-        return svg_text(figure, "cost-bars", title)
-
-
-def _range_around(known: pd.DataFrame) -> np.ndarray:
+def range_around(known: pd.DataFrame) -> np.ndarray:
     """Return [below, above] the mean, never negative by its rounding."""
     mean = known["mean"]
     return np.maximum([mean - known["min"], known["max"] - mean], 0)
 
 
-def _curves(
+def draw_curves(
     name: str,
     title: str,
     y_label: str,
@@ -188,64 +148,6 @@ def _plain_number(value: float, _: float) -> str:
     return f"{value:g}" if f"{value:.0e}"[0] in "1235" else ""
 
 
-def course_figures(results: Results) -> dict[str, str]:
-    """Draw loss, cost of sparsity and mask flips of the four models of the main size over the steps.
-
-    `loss` and `flips` are of the first seed.
-    """
-    curves = {
-        format: [results.curves[results.curves.run == name].set_index("step") for name in rows.name]
-        for format, rows in four_models(results, results.main).items()
-    }
-    losses, flips, costs = list[Line](), list[Line](), list[Line]()
-    for format, runs in curves.items():
-        first, colour = runs[0], COLOURS[format.partition("-")[0]]
-        is_dense = format == dense_of(format)
-        face = colour if is_dense else "none"
-        dots = {"marker": "o", "linestyle": "none", "markersize": 4, "markerfacecolor": face}
-        # A sparse run lies within a line's width of its dense twin: thin over wide.
-        line: dict[str, Any] = {
-            "color": colour,
-            "label": label(format),
-            "linewidth": 4,
-            "alpha": 0.4,
-        }
-        if not is_dense:
-            dashes = {"linestyle": (0, (3.5, 1.6)), "linewidth": 1.3, "zorder": 3}
-            line = {"color": colour, "label": label(format)} | dashes
-            # Zero has no place on a logarithmic axis: a gap.
-            flips.append((_mean(100 * first.flip_rate.where(first.flip_rate > 0)), line))
-            twins = zip(runs, curves[dense_of(format)], strict=True)
-            cost = pd.concat(
-                [own.loss.dropna() - dense.loss.dropna() for own, dense in twins], axis=1
-            )
-            cost = cost.rolling(SMOOTH, center=True, min_periods=1).mean()
-            style = {"color": colour, "label": format.partition("-")[0]}
-            costs.append((cost.agg(["mean", "min", "max"], axis=1), style))
-        losses.append((_mean(first.loss), line))
-        losses.append((_mean(first.validation_loss), {"color": colour} | dots))
-    title = "Training loss of each model over optimiser steps"
-    of_costs = "Training loss of sparse minus dense models over steps"
-    of_flips = "Mask flip rate of the sparse models over optimiser steps"
-    costs_label, flips_label = "sparse minus dense loss (nats)", "mask flip rate (% per step)"
-    return {
-        "loss": _curves("loss", title, "loss (nats per token)", losses, limits=_limits(losses)),
-        "sparsity-costs": _curves("cost", of_costs, costs_label, costs, limits=_limits(costs, 0.0)),
-        "flips": _curves("flips", of_flips, flips_label, flips, log=True),
-    }
-
-
-def _mean(values: pd.Series) -> pd.DataFrame:
-    return values.dropna().to_frame("mean")
-
-
-def _limits(lines: Sequence[Line], *seen: float) -> tuple[float, float]:
-    """Return y limits for all but the first tenth of each line, which would flatten the rest."""
-    late = np.concatenate([seen, *(line["mean"][len(line) // 10 :] for line, _ in lines)])
-    margin = 0.12 * max(late.max() - late.min(), 1e-3)
-    return late.min() - margin, late.max() + margin
-
-
 def sweep_figure(results: Results) -> dict[str, str]:
     """Draw figure 2, the increase of perplexity over patterns; {} before the sweep has runs."""
     patterns = results.setting["patterns"]
@@ -263,7 +165,7 @@ def sweep_figure(results: Results) -> dict[str, str]:
         axes.text(0.0, 10.4, "10 %", fontsize=8)
         for weight, known in ours.items():
             style = {"color": COLOURS[weight], "marker": markers[weight], "label": LABELS[weight]}
-            ranges = _range_around(known)
+            ranges = range_around(known)
             axes.errorbar(known.index, known["mean"], yerr=ranges, markersize=5, capsize=3, **style)
         for weight, theirs in paper()["sweep"].items():
             axes.plot(
@@ -299,7 +201,7 @@ def ablation_figures(results: Results) -> dict[str, str]:
         title = f"{what} of the four training designs over the steps"
         lines = zip(bands, styles, strict=True)
         if len(runs) > 1:
-            drawn[name] = _curves(f"{results.name}-{name}", title, y_label, lines, log=True)
+            drawn[name] = draw_curves(f"{results.name}-{name}", title, y_label, lines, log=True)
     return drawn
 
 
@@ -310,9 +212,6 @@ def _band(curves: pd.DataFrame, values: pd.Series, runs: set[str], skip: float) 
     # Steps that not every seed reached in the same stretch would make the band jump.
     band = band[band["count"] == len(runs)]
     return band[band.index >= skip * band.index.max()]
-
-
-# Weights: figures 1, 5, 6 and 7.
 
 
 def dense_figures(results: Results) -> dict[str, Any]:
@@ -427,7 +326,7 @@ def near_zero_heat_maps(
     blocks = list(first.items())[:: max(1, len(first) // 8)]
     size = (5.4, 2.2 + 0.035 * len(layers))
     with canvas("near-zero", size=size, grid=(1, len(maps))) as (figure, grid):
-        panels = list(np.atleast_1d(grid).ravel())
+        panels = list(np.ravel(grid))
         for axes, (text, steps, matrix) in zip(panels, maps, strict=True):
             image = axes.imshow(
                 matrix.T, aspect="auto", interpolation="none", cmap="cividis", **limits

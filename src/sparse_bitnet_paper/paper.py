@@ -8,6 +8,8 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
+
 
 @cache
 def paper() -> dict[str, Any]:
@@ -16,16 +18,19 @@ def paper() -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def paper_perplexities(pattern: str) -> dict[str, dict[str, float]]:
-    """Return the perplexities of the paper's four models by model size ("0.5B", "1.5B", "3B") and format.
+def paper_perplexities(pattern: str) -> dict[str, pd.DataFrame]:
+    """Return by model size ("0.5B", "1.5B", "3B") the perplexities of the paper's four models: one row, a
+    column a format.
 
     The paper has 6:8 at three sizes and the patterns of its sweep at 0.5B; empty for other patterns.
     """
     full, ternary = paper()["sweep"]["full"], paper()["sweep"]["ternary"]
-    if pattern == "6:8" or pattern not in full:
-        return paper()["perplexity"] if pattern == "6:8" else {}
-    own = {"full-8:8": full["8:8"], f"full-{pattern}": full[pattern]}
-    return {"0.5B": own | {"ternary-8:8": ternary["8:8"], f"ternary-{pattern}": ternary[pattern]}}
+    models = paper()["perplexity"] if pattern == "6:8" else {}
+    if pattern in full and pattern != "6:8":
+        own = {"full-8:8": full["8:8"], f"full-{pattern}": full[pattern]}
+        own |= {"ternary-8:8": ternary["8:8"], f"ternary-{pattern}": ternary[pattern]}
+        models = {"0.5B": own}
+    return {size: pd.DataFrame([own]) for size, own in models.items()}
 
 
 def paper_gains(phase: str) -> dict[int, float]:
@@ -40,9 +45,9 @@ def paper_gains(phase: str) -> dict[int, float]:
 
 def paper_accuracies(tasks: Iterable[str]) -> dict[str, dict[str, float]]:
     """Return by size and format the paper's average accuracy, in percent, on those of its tasks."""
-    found = paper()["accuracy"]
-    known = [task for task in tasks if task in found["0.5B"]["full-8:8"]]
+    accuracy = paper()["accuracy"]
+    known = [task for task in tasks if task in accuracy["0.5B"]["full-8:8"]]
     return {
         size: {format: fmean(values[task] for task in known) for format, values in models.items()}
-        for size, models in (found.items() if known else ())
+        for size, models in (accuracy.items() if known else ())
     }

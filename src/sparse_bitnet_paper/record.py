@@ -5,14 +5,11 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from torch.utils.benchmark import Timer
 
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
@@ -21,7 +18,7 @@ from sparse_bitnet.evaluation.perplexity import perplexity
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS, Shape
-from sparse_bitnet.provenance import hardware, provenance
+from sparse_bitnet.provenance import provenance
 from sparse_bitnet.training import metrics
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -32,13 +29,6 @@ from sparse_bitnet_paper.runs import Run
 from sparse_bitnet_paper.weight_counts import as_json, depth_parts, pool, shares
 from sparse_bitnet_paper.weights import count_checkpoint, count_model
 
-GPU_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
-UTILISATION = 0.4
-"""Share of the rate of large products that training reaches, before a run has shown it."""
-OVERHEAD = 1.1
-"""Validation, checkpoints and measuring, over the optimiser steps alone."""
-
 OnStep = Callable[[str, dict[str, Any]], None]
 """Called with a run's name and the `on_step` row of `train`."""
 
@@ -48,25 +38,18 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measu
 
     Raises what `train` raises.
     """
-    setting, path = Results(out).setting, Results(out).run(run.name)
-    config = dataclasses.replace(
-        run.config,
-        data=str(data),
-        out=str(path),
-        # That of the set: "auto" may be another one here than where it was begun.
-        precision="bf16" if setting["precision"] == "bfloat16" else "float32",
-    )
+    path = Results(out).run(run.name)
+    config = dataclasses.replace(run.config, data=str(data), out=str(path))
     result = train(config, on_step=lambda row: on_step(run.name, row))
     steps = metrics.read_rows(path / metrics.METRICS_FILE)
     timing = metrics.read_rows(path / metrics.TIMING_FILE)
     # The paper's figure 7 counts this pattern's group thresholds on dense weights.
-    pattern = NMPattern.parse(setting["pattern"])
+    pattern = NMPattern.parse(Results(out).setting["pattern"])
     final = count_checkpoint(path / "final", pattern=pattern)
     of_all = shares(pool(final))
     weights = weight_history(config, final, pattern) if run.is_dense else None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.precision, device)
-    precision = str(dtype).removeprefix("torch.")
     model: Any = from_pretrained(path / "final")
     held_out = perplexity(
         model.to(device),
@@ -101,7 +84,7 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measu
         "tokens_per_second": statistics.median(step["tokens_per_second"] for step in timing),
         "product_share": None,
         "device": device.type,
-        "precision": precision,
+        "precision": str(dtype).removeprefix("torch."),
         "checkpoint": f"runs/{run.name}/final",
         # Paths relative to the results file are equal on every machine.
         "config": dataclasses.asdict(run.config) | {"data": "data", "out": f"runs/{run.name}"},
@@ -170,9 +153,6 @@ def _short(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
-# How long runs take.
-
-
 def trained_weights(shape: Shape, vocab_size: int | None) -> int:
     """Return the weights of the blocks' linears and of the embedding."""
     return shape.block_weights + shape.hidden_size * (vocab_size or shape.vocab_size)
@@ -182,28 +162,3 @@ def flops(model: str, tokens: float, vocab_size: int | None = None) -> float:
     """Return the operations of training: 6 per weight and token, the tied head included. Masks are
     simulated, so all formats take the same."""
     return 6.0 * tokens * trained_weights(PRESETS[model], vocab_size)
-
-
-def seconds(config: TrainConfig, rows: pd.DataFrame, vocab_size: int | None = None) -> float:
-    """Return what a run takes here: by the rows of runs that ended on this machine, of its model or else
-    of any; before the first, by the machine's products."""
-    here = rows[rows.provenance.str["hardware"] == hardware()]
-    same = here[here.model == config.model]
-    ended = same if len(same) else here
-    work = OVERHEAD * flops(config.model, config.steps * config.tokens_per_step, vocab_size)
-    if ended.empty:
-        return work / (UTILISATION * product_rate(config.device, config.threads, config.precision))
-    done = sum(flops(row.model, row.tokens, vocab_size) for row in ended.itertuples())
-    return work * ended.seconds.sum() / done
-
-
-@cache
-def product_rate(device_name: str, threads: int | None, precision: str) -> float:
-    """Return operations a second, a multiply-add being two, of large products.
-
-    The arguments are the fields `device`, `threads` and `precision` of a `TrainConfig`.
-    """
-    device = resolve_device(device_name)
-    a = torch.ones(1024, 1024, device=device, dtype=resolve_dtype(precision, device))
-    timer = Timer("a @ a", globals={"a": a}, num_threads=threads or torch.get_num_threads())
-    return 2 * len(a) ** 3 / min(timer.blocked_autorange(min_run_time=0.5).times)

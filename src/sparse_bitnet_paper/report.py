@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages from jinja2 templates, and the page of one or more sets of results.
+"""Pages from jinja2 templates, and the pages of one or more sets of results.
 
-Pages are Markdown with figures beside it, or self-contained HTML: inline CSS and SVG, nothing is loaded.
-It reads in a narrow and a wide window, in light and dark, and on paper. The page of results has every
-table, figure and claim, from result files alone.
+The first page has the answer: the paper's main claims. The rules of judging with all verdicts, each set
+and throughput have pages of their own. All are made from result files alone.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,106 +23,105 @@ from sparse_bitnet_paper.paper import paper, paper_accuracies
 from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import ABLATIONS
 from sparse_bitnet_paper.scales import DENSE_PATTERN, SCALES
-from sparse_bitnet_paper.statistics import (
-    EXCLUDED,
-    HOLDS,
-    LEAST_SEEDS,
-    LEVEL,
-    OPEN,
-    OPPOSITE,
-    Claim,
-    Estimate,
-    judged,
-)
+from sparse_bitnet_paper.statistics import LEAST_SEEDS, LEVEL, Claim, Estimate, judged
 
-TITLE = "The paper's experiments, repeated"
-
-_VERDICTS = {HOLDS: "yes", OPPOSITE: "no", EXCLUDED: "no", OPEN: "open"}
 _SPREAD = re.compile(r"([-+]?[\d.,]+(?: %)?)[ \n]((?:norm|[-+±\d\[]).*)")
 
 
 def write_report(
-    folders: Sequence[Path],
-    *,
-    document: Path | None = None,
-    page: Path | None = None,
-    engine: Path | None = None,
+    folders: Sequence[Path], document: Path, engine: Path | None = None
 ) -> list[Results]:
     """Render sets of results and return them.
 
     Args:
-        folders: of `reproduce`, in the order of the chapters.
-        document: Markdown file; its figures go to `figures/` beside it.
-        page: self-contained HTML file.
+        folders: of `reproduce`, in the order of their pages.
+        document: Markdown file of the first page; the others go to the folder of that name without
+            suffix, the figures to `figures/` beside it.
         engine: rows of `sparse-bitnet bench --out`, for table 3.
 
     Raises `UserError` for a folder without results.
     """
     sets = [Results(folder) for folder in folders]
-    text, drawn = markdown_report(sets, engine)
-    if page is not None:
-        make_folder(page.parent)
-        write_atomic(page, markdown_page(TITLE, text, drawn))
-    if document is not None:
-        make_folder(document.parent / "figures")
-        for name, svg in drawn.items():
-            write_atomic(document.parent / "figures" / f"{name}.svg", figures.standalone(svg))
-        write_atomic(document, text)
+    files, drawn = markdown_report(sets, engine, document.stem)
+    files |= {f"figures/{name}.svg": figures.standalone(svg) for name, svg in drawn.items()}
+    for name, text in files.items():
+        path = document.parent / name
+        make_folder(path.parent)
+        write_atomic(path, text)
     return sets
 
 
 def markdown_report(
-    sets: Sequence[Results], engine: Path | None = None
-) -> tuple[str, dict[str, str]]:
-    """Return the page in Markdown, and the SVG of its figures by name."""
+    sets: Sequence[Results], engine: Path | None = None, name: str = "experiments"
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the Markdown pages by path, first `name`.md, and the SVG of their figures by name."""
     _check(sets)
-    # Holm's correction runs over the whole page.
+    # Holm's correction runs over all sets.
     own = [claims.claims(results) if _is_of_the_paper(results) else [] for results in sets]
     verdicts = iter(judged([claim for of_set in own for claim in of_set]))
-    judgements = [list(itertools.islice(verdicts, len(of_set))) for of_set in own]
-    chapters = [_chapter(*each) for each in zip(sets, judgements, strict=True)]
-    with_claims = {r.name: of_set for r, of_set in zip(sets, judgements, strict=True) if of_set}
+    chapters = [
+        _chapter(results, list(itertools.islice(verdicts, len(of_set))))
+        for results, of_set in zip(sets, own, strict=True)
+    ]
+    answer = next((chapter for chapter in chapters if chapter["judged"]), None)
     command = " ".join(str(results.path) for results in sets)
-    text = render(
-        "experiments.md.j2",
-        title=TITLE,
-        command=f"{command} --engine {engine}" if engine else command,
-        level=LEVEL,
-        least_seeds=LEAST_SEEDS,
-        overview=with_claims if len(with_claims) > 1 else None,
-        chapters=chapters,
-        throughput=tables.throughput_table(engine) if engine else None,
-        claims=claims,
-        tables=tables,
-        estimate=Estimate,
-        paper=paper(),
-        paper_accuracies=paper_accuracies,
-        designs=ABLATIONS,
-        presets=PRESETS,
-        scales=SCALES,
-    )
-    return text.rstrip() + "\n", {
-        f"{chapter['results'].name}-{name}": svg
+    shared: dict[str, Any] = {
+        "name": name,
+        "command": f"{command} --engine {engine}" if engine else command,
+        "level": LEVEL,
+        "least_seeds": LEAST_SEEDS,
+        "chapters": chapters,
+        "answer": answer,
+        "main": main_claims(answer["results"].main, answer["judged"]) if answer else [],
+        "largest": max(PRESETS[m].block_weights for results in sets for m in results.models),
+        "claims": claims,
+        "tables": tables,
+        "estimate": Estimate,
+        "paper": paper(),
+        "paper_accuracies": paper_accuracies,
+        "designs": ABLATIONS,
+        "presets": PRESETS,
+        "scales": SCALES,
+        "throughput": tables.throughput_table(engine) if engine else None,
+    }
+    pages = {f"{name}.md": render("experiments.md.j2", **shared)}
+    for page in ["verdicts", *["throughput"] * (engine is not None)]:
+        pages[f"{name}/{page}.md"] = render(f"{page}.md.j2", **shared)
+    for chapter in chapters:
+        pages[f"{name}/{chapter['results'].name}.md"] = render("scale.md.j2", **shared, **chapter)
+    return {path: text.rstrip() + "\n" for path, text in pages.items()}, {
+        f"{chapter['results'].name}-{figure}": svg
         for chapter in chapters
-        for name, svg in chapter["drawn"].items()
+        for figure, svg in chapter["drawn"].items()
     }
 
 
+def main_claims(model: str, judgements: Sequence[Claim]) -> list[Claim]:
+    """Return one claim for each of the paper's main ones: at `model` where it is judged there, and of its
+    variants the one with the paper's largest number."""
+    own = [claim for claim in judgements if claim.main]
+    return [
+        max(
+            (claim for claim in own if claim.main == main),
+            key=lambda claim: (claim.model == model, claim.expected or 0.0),
+        )
+        for main in dict.fromkeys(claim.main for claim in own)
+    ]
+
+
 def _check(sets: Sequence[Results]) -> None:
-    """Raise `UserError` for a set that cannot be shown; name sets of one scale after their folders."""
-    scales = [results.setting["scale"] for results in sets]
-    for results, scale in zip(sets, scales, strict=True):
+    """Raise `UserError` for a set that cannot be shown."""
+    names = [results.name for results in sets]
+    for results in sets:
         if results.rows.empty:
+            scale = results.setting["scale"]
             raise UserError(
                 f"{results.path}: no finished run of {scale} yet; `reproduce` trains them"
             )
         if not results.setting["patterns"]:
             raise UserError(f"{results.path} holds a quickstart, whose page is its report.html")
-        if scales.count(scale) > 1:
-            results.name = results.path.name
-    names = [results.name for results in sets]
-    if again := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"two folders named {again[0]} hold results of one scale; rename one")
+        if names.count(results.name) > 1:
+            raise UserError(f"two folders are named {results.name}; rename one")
 
 
 def _is_of_the_paper(results: Results) -> bool:
@@ -142,7 +140,7 @@ def _chapter(results: Results, judgements: Sequence[Claim]) -> dict[str, Any]:
         text = notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {notes}: {error}") from error
-    chapter = {"results": results, "of_the_paper": of_the_paper, "claims": judgements}
+    chapter = {"results": results, "of_the_paper": of_the_paper, "judged": judgements}
     return chapter | {"notes": text, "drawn": drawn, "weights": weights}
 
 
@@ -178,47 +176,12 @@ def _environment() -> Any:
     return environment
 
 
-def markdown_page(title: str, text: str, drawn: Mapping[str, str]) -> str:
-    """Return a Markdown page as one HTML file.
-
-    Args:
-        title: of the file.
-        text: Markdown.
-        drawn: SVG by name, for the images of that name.
-    """
-    from markdown_it import MarkdownIt
-
-    markdown = MarkdownIt("commonmark").enable("table")
-    contents: list[tuple[str, str]] = []
-
-    def heading(self: Any, tokens: Any, place: int, *_: Any) -> str:
-        tag = tokens[place].tag
-        contents.append((tag, tokens[place + 1].content))
-        return f'<{tag} id="section-{len(contents)}">'
-
-    def image(self: Any, tokens: Any, place: int, *_: Any) -> str:
-        name = tokens[place].attrs["src"].rpartition("/")[2].removesuffix(".svg")
-        return f'<span class="figure">{figures.prefix_ids(drawn[name], name)}</span>'
-
-    markdown.add_render_rule("heading_open", heading)
-    markdown.add_render_rule("image", image)
-    markdown.add_render_rule("text", lambda self, tokens, place, *_: cell(tokens[place].content))
-    body = Markup(markdown.render(text))
-    return render("markdown.html.j2", title=title, contents=contents, body=body)
-
-
 def cell(text: str) -> Markup:
-    """Return a cell's text with a verdict in colour, or the spread of a number set off from it."""
-    for verdict, colour in _VERDICTS.items():
-        if text == verdict or text.startswith(f"{verdict}, "):
-            return Markup('<b class="{}">{}</b>').format(colour, text)
+    """Return a cell's text with the spread of a number set off from it."""
     if text == claims.NOTHING:
         return Markup("&ndash;")
-    if found := _SPREAD.fullmatch(text):
-        first, rest = (escape(part).replace("-", Markup("&minus;")) for part in found.groups())
+    if parts := _SPREAD.fullmatch(text):
+        first, rest = (escape(part).replace("-", Markup("&minus;")) for part in parts.groups())
         return Markup("{}<small>{}</small>").format(first, rest)
-    return (
-        escape(text).replace("-", Markup("&minus;"))
-        if re.match(r"-[\d.]+$", text)
-        else escape(text)
-    )
+    is_negative = re.match(r"-[\d.]+$", text)
+    return escape(text).replace("-", Markup("&minus;")) if is_negative else escape(text)

@@ -6,22 +6,17 @@ of a few million weights keep one core busy and hardly two: two runs of one thre
 than half the time of the same two runs with two threads, and give the same numbers.
 """
 
-import contextlib
-import math
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from queue import Empty
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.preparation import prepare
@@ -33,9 +28,9 @@ from sparse_bitnet.files import check_ours, write_atomic
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.progress import Line, Progress
 from sparse_bitnet.provenance import provenance
-from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.device import resolve_device
 from sparse_bitnet.training.run_folder import Interrupted, run_lock, stop_signals
-from sparse_bitnet_paper.record import OnStep, flops, seconds, train_and_measure
+from sparse_bitnet_paper.record import OnStep, flops, train_and_measure
 from sparse_bitnet_paper.results import (
     DOWNSTREAM,
     SETTING,
@@ -50,30 +45,15 @@ from sparse_bitnet_paper.scales import Scale
 if TYPE_CHECKING:
     from rich.console import Console
 
-TrainOne = Callable[[Run, OnStep], Measured]
-"""Trains one run; a picklable function. Raises what `train` raises."""
-
-Ended = tuple[Run, Measured | UserError]
-"""A run that was trained, or could not be."""
-
 _REPORT_SECONDS = 0.25
-_IMPORTED = [
-    "sparse_bitnet_paper.record",
-    "torch.distributed.checkpoint",
-    "transformers.models.qwen2.modeling_qwen2",
-]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a call of `reproduce` ended."""
 
     trained: int
     skipped: int
     """Runs finished by an earlier call."""
-
-    left: int
-    """Runs not started, because they would not have fitted into the budget."""
 
     failed: tuple[str, ...]
     """Messages of runs that could not be trained."""
@@ -87,68 +67,50 @@ def reproduce(
     seeds: int | None = None,
     data: Path | None = None,
     workers: int | None = None,
-    budget_minutes: float | None = None,
     console: "Console",
-    plain_lines: int = 0,
 ) -> Outcome:
     """Train every run of some experiments that `out` does not hold yet.
 
-    Args:
-        scale: sizes, text and recipe.
-        experiments: names of `runs.EXPERIMENTS`, or "ideas".
-        out: folder of the set, new or continued; see `results`.
-        seeds: instead of the scale's numbers of seeds.
-        data: already prepared text; by default the scale's is prepared in `out/data`.
-        workers: runs trained at once; by default the scale's number, or one for each core.
-        budget_minutes: no run is started that would end later than this, by the speed so far.
-        console: for progress.
-        plain_lines: lines that each run prints on its way where the console is not a terminal.
+    `experiments` are names of `runs.EXPERIMENTS`, or "ideas"; `seeds`, `data` and `workers` replace those
+    of the scale. Its text is prepared in `out/data`. Progress goes to `console`.
 
     Raises `UserError` for a folder of another setting or one in use, and `Interrupted` after SIGINT,
     when the runs under way have checkpoints: the same call continues them.
     """
-    deadline = time.monotonic() + 60 * (math.inf if budget_minutes is None else budget_minutes)
-    results = Results(out)
-    runs = plan(scale, experiments, seeds)
+    results, runs = Results(out), plan(scale, experiments, seeds)
     if not runs:
         raise UserError(f"scale {scale.name} has no runs of {', '.join(experiments)}")
     check_ours(out, [SETTING, results.data.name], "a set of results")
     if (out / SETTING).is_file():  # refuses another scale before its text is prepared there
-        results.check(_setting(results, scale, results.setting["data"]))
+        results.check(make_setting(scale, results.setting["data"]))
     with run_lock(out):
-        data = data or prepare_text(scale, results.data)
+        if data is None:
+            data, text = results.data, dict(scale.text)
+            tokens = {key: text.pop(key, None) for key in ("tokenizer", "vocab_size")}
+            prepare(parse_source(text.pop("source"), **text), data, **tokens)
         splits = [TokenDataset.open(data, split) for split in SPLITS]
         identity = {split.split: split.identity() for split in splits}
-        results.open(_setting(results, scale, identity))
+        results.open(make_setting(scale, identity))
         pending = [run for run in runs if run.name not in set(results.rows.name)]
         at_once = min(workers or default_workers(scale), max(1, len(pending)))
-        work = partial(train_and_measure, out, data)
-        with Progress(console, plain_lines=plain_lines) as progress:
-            queue = _Queue(results, pending, deadline, progress)
-            for run, result in _trained(queue, work, queue.step, at_once):
+        with Progress(console, plain_lines=5) as progress:
+            queue = _Queue(results, pending, progress)
+            for run, result in _trained(queue, out, data, queue.step, at_once):
                 queue.end(run, result)
-    left = len(pending) - queue.ended
-    return Outcome(
-        queue.ended - len(queue.failed), len(runs) - len(pending), left, tuple(queue.failed)
-    )
+    trained = queue.ended - len(queue.failed)
+    return Outcome(trained, len(runs) - len(pending), tuple(queue.failed))
 
 
 def score(
     scale: Scale,
     out: Path,
     tasks: Sequence[str],
-    *,
-    include_path: Path | None = None,
-    limit: int | None = None,
-    seeds: int = 1,
+    include_path: Path | None,
+    limit: int | None,
+    seeds: int,
 ) -> int:
-    """Score the trained models of table 2 on lm-eval tasks (table 1); skips those that are done.
-
-    Args:
-        scale: scale of the results.
-        out: folder of the results; the models are in its run folders.
-        tasks, include_path, limit: as in `evaluate_tasks`.
-        seeds: models of seeds below this one are scored.
+    """Score the trained models of table 2 in `out` on lm-eval tasks (table 1), those of seeds below
+    `seeds`; skips those that are done. `tasks`, `include_path` and `limit` are those of `evaluate_tasks`.
 
     Returns how many models were scored. Raises `UserError` when no model is there, or for what
     `evaluate_tasks` raises.
@@ -187,16 +149,14 @@ def score(
 
 
 class _Queue:
-    """The runs of one call: an iterator over those that fit into the budget, which shows progress."""
+    """The runs of one call: an iterator over those to train, which shows progress."""
 
-    def __init__(
-        self, results: Results, pending: list[Run], deadline: float, progress: Progress
-    ) -> None:
-        self.results, self.pending = results, pending
-        self.deadline, self.progress = deadline, progress
+    def __init__(self, results: Results, pending: list[Run], progress: Progress) -> None:
+        self.results, self.pending, self.progress = results, pending, progress
         self.ended, self.failed = 0, list[str]()
         self.lines: dict[str, Line] = {}
         self.whole = progress.line("all runs")
+        self.steps = {run.name: run.config.steps for run in pending}
         self.work = {
             run.name: flops(run.config.model, run.config.steps * run.config.tokens_per_step)
             for run in pending
@@ -205,20 +165,15 @@ class _Queue:
         """Share of each run's steps that is done."""
 
     def __iter__(self) -> Iterator[Run]:
-        several = len({run.config.seed for run in self.pending}) > 1
         for run in self.pending:
-            needed = seconds(run.config, self.results.rows) if self.deadline < math.inf else 0.0
-            if time.monotonic() + needed > self.deadline:
-                continue  # a smaller one may fit
-            seed = f", seed {run.config.seed}" if several else ""
-            self.lines[run.name] = self.progress.line(f"{run.purpose}{seed}", "steps")
+            self.lines[run.name] = self.progress.line(run.name, "steps")
             yield run
 
     def step(self, name: str, row: dict[str, Any]) -> None:
         """Show a step; see `record.OnStep`."""
         if name not in self.lines:  # reported by a worker just before its run ended
             return
-        steps = next(run.config.steps for run in self.pending if run.name == name)
+        steps = self.steps[name]
         self.done[name] = row["step"] / steps
         text = f"loss {row['loss']:.3f}" if row["step"] < steps else "scoring the held-out text"
         self.lines[name](row["step"], steps, text=text)
@@ -250,30 +205,14 @@ def default_workers(scale: Scale) -> int:
     """Return the scale's own number, or how many runs the recipe's threads leave room for at once."""
     if scale.workers is not None:
         return scale.workers
-    if resolve_device(scale.recipe.device).type != "cpu" or scale.recipe.threads is None:
-        return 1
-    return max(1, available_cores() // scale.recipe.threads)
-
-
-def prepare_text(scale: Scale, folder: Path) -> Path:
-    """Tokenise the scale's text into `folder`; return at once when that is done already."""
-    text = dict(scale.text)
-    tokens = {key: text.pop(key, None) for key in ("tokenizer", "vocab_size")}
-    prepare(parse_source(text.pop("source"), **text), folder, **tokens)
-    return folder
-
-
-def _setting(results: Results, scale: Scale, data: dict[str, Any]) -> dict[str, Any]:
-    device = resolve_device(scale.recipe.device)
-    dtype = str(resolve_dtype(scale.recipe.precision, device)).removeprefix("torch.")
-    if scale.recipe.precision == "auto" and (results.path / SETTING).is_file():
-        dtype = results.setting["precision"]  # the set goes on in the type it was begun in
-    return make_setting(scale, data, device.type, dtype)
+    threads = scale.recipe.threads
+    on_cpu = resolve_device(scale.recipe.device).type == "cpu"
+    return max(1, available_cores() // threads) if on_cpu and threads else 1
 
 
 def _trained(
-    runs: Iterable[Run], train_one: TrainOne, on_step: OnStep, workers: int
-) -> Iterator[Ended]:
+    runs: Iterable[Run], out: Path, data: Path, on_step: OnStep, workers: int
+) -> Iterator[tuple[Run, Measured | UserError]]:
     """Train `workers` runs at a time, in the order of `runs`, yielded as they end.
 
     The next run is taken when one before has been dealt with. On SIGINT every run under way saves a
@@ -282,13 +221,14 @@ def _trained(
     if workers == 1:
         for run in runs:
             try:
-                yield run, train_one(run, on_step)
+                yield run, train_and_measure(out, data, run, on_step)
             except UserError as error:
                 yield run, error
         return
     # Processes are forked from one that has imported what training takes, and nothing else.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    imported = ["torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2"]
+    context.set_forkserver_preload(["sparse_bitnet_paper.record", *imported])
     steps = context.Queue()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     waiting, stopped = iter(runs), threading.Event()
@@ -297,9 +237,8 @@ def _trained(
     def stop() -> None:
         stopped.set()
         for process in multiprocessing.active_children():
-            with contextlib.suppress(ProcessLookupError):
-                assert process.pid is not None
-                os.kill(process.pid, signal.SIGINT)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
 
     with pool, stop_signals(stop):
         try:
@@ -307,13 +246,12 @@ def _trained(
                 while len(under_way) < workers and not stopped.is_set():
                     if (new := next(waiting, None)) is None:
                         break
-                    under_way[pool.submit(_in_worker, train_one, new)] = new
+                    under_way[pool.submit(_in_worker, out, data, new)] = new
                 if not under_way:
                     break
                 ended, _ = wait(under_way, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
-                with contextlib.suppress(Empty):
-                    while True:
-                        on_step(*steps.get_nowait())
+                while not steps.empty():
+                    on_step(*steps.get())
                 for future in ended:
                     run = under_way.pop(future)
                     try:
@@ -336,7 +274,6 @@ def _trained(
 
 
 _worker_steps: Any = None
-_asked_to_stop = threading.Event()
 
 
 def _begin_worker(steps: Any) -> None:
@@ -344,28 +281,27 @@ def _begin_worker(steps: Any) -> None:
     global _worker_steps
     _worker_steps = steps
     os.setpgrp()
-    # `train` listens by itself, once its model is built; while measuring there is nothing to save.
-    signal.signal(signal.SIGINT, lambda number, frame: _asked_to_stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Half-sent progress must not keep a worker from ending.
     steps.cancel_join_thread()
 
 
-def _in_worker(train_one: TrainOne, run: Run) -> Measured:
+def _in_worker(out: Path, data: Path, run: Run) -> Measured:
     reported, parent = 0.0, multiprocessing.parent_process()
 
     def report(name: str, row: dict[str, Any]) -> None:
         nonlocal reported
         if parent is not None and not parent.is_alive():
-            signal.raise_signal(signal.SIGTERM)
-        if _asked_to_stop.is_set():
-            _asked_to_stop.clear()
-            signal.raise_signal(signal.SIGINT)
+            os._exit(1)  # nobody is left to keep what this run measures
         if time.monotonic() - reported > _REPORT_SECONDS or row["step"] == run.config.steps:
             reported = time.monotonic()
             _worker_steps.put((name, {key: row[key] for key in ("step", "loss")}))
 
+    # `train` listens by itself, once its model is built; before and after there is nothing to save.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return train_one(run, report)
+        return train_and_measure(out, data, run, report)
+    except KeyboardInterrupt as stop:
+        raise Interrupted from stop
     finally:
-        if parent is not None and not parent.is_alive():
-            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

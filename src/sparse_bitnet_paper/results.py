@@ -13,7 +13,7 @@ import dataclasses
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import pandas as pd
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import make_folder, write_atomic
-from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet_paper.scales import DENSE_PATTERN, Scale, four_formats
 
 SETTING, ROWS, DETAILS = "setting.json", "results.jsonl", "details.jsonl.gz"
@@ -67,10 +66,7 @@ CURVE_POINTS = 100
 Measured = tuple[dict[str, Any], dict[str, Any]]
 """A finished run: its row by `COLUMNS`, and its details."""
 
-_MAY_CHANGE = ("summary", "patterns", "sparse_percents")
-"""Keys of a setting that say which runs are wanted, and nothing about those that are there."""
-
-_WHICH_RUNS = ("name", "seeds", "workers", "plain_names", "needs_gpu")
+_WHICH_RUNS = ("name", "seeds", "workers", "needs_gpu")
 _OF_ONE_RUN = ("data", "out", "model", "format", "seed", "data_seed", "steps", "sparse_fraction")
 
 
@@ -79,11 +75,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path, self.data = path, path / "data"
-
-    @cached_property
-    def name(self) -> str:
-        """Name of its chapter and figures: the scale, or the folder if a page has several sets of it."""
-        return self.setting["scale"]
+        self.name = path.resolve().name
 
     @cached_property
     def setting(self) -> dict[str, Any]:
@@ -91,8 +83,9 @@ class Results:
         path = self.path / SETTING
         if not path.is_file():
             raise UserError(f"{self.path} holds no results: it has no {SETTING}")
-        needed = ("data", "main", "patterns", "precision", "recipe", "scale", "sizes", "text")
-        return _with_keys(read_json(path), needed, f"{path}")
+        setting = read_json(path)
+        _check_keys(setting, ("data", "main", "patterns", "recipe", "scale", "sizes", "text"), path)
+        return setting
 
     @cached_property
     def rows(self) -> pd.DataFrame:
@@ -102,26 +95,20 @@ class Results:
     @cached_property
     def details(self) -> dict[str, dict[str, Any]]:
         """Curves and weights of each run by name; see `record`. Raises `UserError` for a damaged file."""
-        return {
-            line.pop("run"): line for line in self._lines(DETAILS, ("run", "curves", "weights"))
-        }
+        lines = read_lines(self.path / DETAILS, ("run", "curves", "weights"))
+        return {line.pop("run"): line for line in lines}
 
     @cached_property
     def curves(self) -> pd.DataFrame:
         """Thinned curves of all runs: `CURVE_COLUMNS`."""
         own = [pd.DataFrame(each["curves"]).assign(run=run) for run, each in self.details.items()]
-        found = pd.concat(own, ignore_index=True) if own else pd.DataFrame()
-        return found.reindex(columns=list(CURVE_COLUMNS))
+        joined = pd.concat(own, ignore_index=True) if own else pd.DataFrame()
+        return joined.reindex(columns=list(CURVE_COLUMNS))
 
     @property
     def scores(self) -> list[dict[str, Any]]:
         """Lines of downstream.jsonl: accuracies and numbers of questions by task."""
-        return self._lines(DOWNSTREAM, ("run", "asked", "tasks", "questions"))
-
-    def _lines(self, name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
-        path = self.path / name
-        lines = read_lines(path) if path.exists() else ()
-        return [_with_keys(line, keys, where) for where, line in lines]
+        return read_lines(self.path / DOWNSTREAM, ("run", "asked", "tasks", "questions"))
 
     def check(self, setting: dict[str, Any]) -> None:
         """Raise `UserError` that names what of the folder's setting differs."""
@@ -195,14 +182,14 @@ class Results:
         """
         rows, dense = self.rows, format.endswith(f"-{DENSE_PATTERN}")
         percent = (0 if dense else 100) if sparse_percent is None else sparse_percent
-        found = rows[
+        matching = rows[
             (rows.variant == format)
             & (rows.model == (model or self.main))
             & (rows.sparse_percent == percent)
             & (rows.learning_rate == (learning_rate or self.learning_rate))
             & (rows.recipe == recipe)
         ]
-        return found.set_index("seed").sort_index()
+        return matching.set_index("seed").sort_index()
 
     def tried(self, formats: Sequence[str], model: str, recipe: str = "") -> pd.DataFrame:
         """Return held-out losses of seed 0: a row a learning rate, a column a format."""
@@ -248,15 +235,7 @@ def read_rows(path: Path) -> pd.DataFrame:
 
     Raises `UserError` for a broken line.
     """
-    found = []
-    for where, line in read_lines(path) if path.is_file() else ():
-        if wrong := sorted(line.keys() ^ COLUMNS.keys()):
-            raise UserError(f"{where}: not a result row ({wrong[0]})")
-        _with_keys(line["config"], ("learning_rate", "sparse_fraction"), f"{where}: config")
-        origin = ("commit", "date", "hardware", "versions")
-        _with_keys(line["provenance"], origin, f"{where}: provenance")
-        found.append(line)
-    rows = pd.DataFrame(found, columns=list(COLUMNS))
+    rows = pd.DataFrame(read_lines(path, COLUMNS), columns=list(COLUMNS))
     parts = rows.format.astype(str).str.extract(
         r"(?P<variant>(?P<weight>\w+)-(?P<pattern>[^,]*).*?)(?:,dense_layers=|$)"
     )
@@ -267,25 +246,28 @@ def read_rows(path: Path) -> pd.DataFrame:
     )
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each object of a JSON-lines file, compressed or not, with the place where it stands.
+def read_lines(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file, compressed or not; none if it does not exist yet.
 
-    Raises `UserError` for what is no object.
+    Raises `UserError` for what is no object, or lacks one of `keys`.
     """
+    if not path.exists():
+        return []
     try:
         with os_errors_as(f"cannot read {path}"):
             content = path.read_bytes()
             lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
     except (EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged ({error})") from error
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: not a JSON object")
-        yield f"{path}:{number}", row
+        _check_keys(row, keys, f"{path}:{number}")
+        rows.append(row)
+    return rows
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -293,48 +275,39 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def make_setting(
-    scale: Scale, data: Mapping[str, Any], device: str, precision: str
-) -> dict[str, Any]:
-    """Return everything that all results of one folder have in common, as JSON.
+def make_setting(scale: Scale, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that all results of one folder have in common, as JSON: the scale without its
+    seeds, rates and workers, the identity of its `data`, and this machine's device and compute type."""
+    from sparse_bitnet.training.device import resolve_device, resolve_dtype
 
-    Args:
-        scale: its numbers; seeds, sizes and rates, which may be added later, names and workers do not
-            count.
-        data: identity of the training and of the validation text.
-        device: "cpu" or "cuda".
-        precision: resolved compute type.
-    """
+    device = resolve_device(scale.recipe.device)
+    precision = resolve_dtype(scale.recipe.precision, device)
+    shared, recipe = dataclasses.asdict(scale), dataclasses.asdict(scale.recipe)
     setting = {
         "scale": scale.name,
-        **{name: v for name, v in dataclasses.asdict(scale).items() if name not in _WHICH_RUNS},
+        **{name: value for name, value in shared.items() if name not in _WHICH_RUNS},
         "sizes": {size.model: size.steps for size in scale.sizes},
-        "recipe": _shared(scale.recipe),
+        "recipe": {name: value for name, value in recipe.items() if name not in _OF_ONE_RUN},
         "data": data,
-        "device": device,
-        "precision": precision,
+        "device": device.type,
+        "precision": str(precision).removeprefix("torch."),
     }
     return json.loads(json.dumps(setting))  # as a file gives it back
 
 
 def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Return in words what makes results of two settings incomparable."""
-    there = {**stored, "sizes": wanted["sizes"] | stored["sizes"]}
     # What is no object in nested JSON, by its path.
-    (old,), (new,) = (pd.json_normalize(dict(each)).to_dict("records") for each in (there, wanted))
+    old, new = (pd.json_normalize(dict(each)).iloc[0].to_dict() for each in (stored, wanted))
     return [
         f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name.partition(".")[0] not in _MAY_CHANGE
+        for name in sorted((old.keys() | new.keys()) - {"summary"})
+        if old.get(name) != new.get(name)
     ]
 
 
-def _shared(recipe: TrainConfig) -> dict[str, Any]:
-    """Return the fields of a recipe that a scale's runs have in common."""
-    return {n: value for n, value in dataclasses.asdict(recipe).items() if n not in _OF_ONE_RUN}
-
-
-def _with_keys(values: dict[str, Any], keys: Sequence[str], where: str) -> dict[str, Any]:
+def _check_keys(values: Any, keys: Collection[str], where: object) -> None:
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: not a JSON object")
     if missing := [key for key in keys if key not in values]:
         raise UserError(f"{where}: damaged, it lacks {missing[0]}")
-    return values

@@ -40,11 +40,8 @@ class Run:
     config: TrainConfig
     """Complete except for `data` and `out`."""
 
-    purpose: str
-    """The run's place in its table or figure."""
-
     name: str
-    """Readable prefix and `config_hash`; or seed and format alone."""
+    """Readable prefix and `config_hash`."""
 
     @property
     def is_dense(self) -> bool:
@@ -67,7 +64,7 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
-def run_of(scale: Scale, model: str, format: str, seed: int, purpose: str, **changes: Any) -> Run:
+def run_of(scale: Scale, model: str, format: str, seed: int, **changes: Any) -> Run:
     """Return a run of the scale's recipe with `changes` of its fields."""
     # Cadence follows from the format, so that every experiment asks for the very same dense run.
     parsed = SparseBitConfig.parse(format)
@@ -75,7 +72,7 @@ def run_of(scale: Scale, model: str, format: str, seed: int, purpose: str, **cha
     if scale.dense_layers:
         parsed = dataclasses.replace(parsed, dense_layers=scale.dense_layers)
     parsed.check_dense_layers(PRESETS[model].linears, model)
-    steps = scale.size(model).steps
+    steps = next(size.steps for size in scale.sizes if size.model == model)
     config = dataclasses.replace(
         scale.recipe,
         model=model,
@@ -88,19 +85,16 @@ def run_of(scale: Scale, model: str, format: str, seed: int, purpose: str, **cha
         keep_checkpoints=0 if dense else 1,
         **changes,
     )
-    if scale.plain_names:
-        name = f"seed-{seed}/{config.format.replace(':', 'of')}"
-    else:
-        rho = "" if config.sparse_fraction == 1 else f"-rho{100 * config.sparse_fraction:g}"
-        shown = model.removeprefix("qwen2.5-") + "-" + re.sub(r"[:,=]", "-", config.format) + rho
-        name = f"{shown}-lr{config.learning_rate:g}-seed{seed}-{config_hash(config)}"
-    return Run(config=config, purpose=purpose, name=name)
+    rho = "" if config.sparse_fraction == 1 else f"-rho{100 * config.sparse_fraction:g}"
+    shown = model.removeprefix("qwen2.5-") + "-" + re.sub(r"[:,=]", "-", config.format) + rho
+    name = f"{shown}-lr{config.learning_rate:g}-seed{seed}-{config_hash(config)}"
+    return Run(config=config, name=name)
 
 
 def table2(scale: Scale) -> list[Run]:
     """Perplexity of the four models at each size (tables 1 and 2), whose weights are figures 5 to 7."""
     return [
-        run_of(scale, size.model, format, seed, f"table 2, {format} at {size.model}")
+        run_of(scale, size.model, format, seed)
         for size in sorted(scale.sizes, key=lambda size: size.model != scale.main)
         for seed in range(size.seeds)
         for format in four_formats(scale.pattern)
@@ -110,7 +104,7 @@ def table2(scale: Scale) -> list[Run]:
 def sweep(scale: Scale) -> list[Run]:
     """Perplexity over N:8 for both formats (figure 2, appendix table of raw perplexities)."""
     return [
-        run_of(scale, scale.main, f"{weight}-{pattern}", seed, f"sweep, {pattern}")
+        run_of(scale, scale.main, f"{weight}-{pattern}", seed)
         for seed in range(scale.seeds["sweep"])
         for pattern in scale.patterns
         for weight in ("full", "ternary")
@@ -119,24 +113,16 @@ def sweep(scale: Scale) -> list[Run]:
 
 def ablations(scale: Scale) -> list[Run]:
     """Validation perplexity and flip rate of the four training designs (figure 4, section 4.3)."""
-    return [
-        run_of(scale, scale.main, format, seed, f"ablation, {name}")
-        for seed in range(scale.seeds["ablations"])
-        for name, format in ABLATIONS.items()
-    ]
+    seeds = range(scale.seeds["ablations"])
+    return [run_of(scale, scale.main, format, s) for s in seeds for format in ABLATIONS.values()]
 
 
 def schedule(scale: Scale) -> list[Run]:
     """Dense-to-sparse training: only the last rho percent of the steps are sparse (table 4)."""
     return [
-        run_of(
-            scale,
-            scale.main,
-            "ternary-6:8" if percent else "ternary-8:8",
-            seed,
-            f"schedule, {percent} % of the steps sparse",
-            sparse_fraction=percent / 100 if percent else 1.0,
-        )
+        run_of(scale, scale.main, "ternary-6:8", seed, sparse_fraction=percent / 100)
+        if percent
+        else run_of(scale, scale.main, "ternary-8:8", seed)
         for seed in range(scale.seeds["schedule"])
         for percent in scale.sparse_percents
     ]
@@ -145,7 +131,7 @@ def schedule(scale: Scale) -> list[Run]:
 def search(scale: Scale) -> list[Run]:
     """The four models at each learning rate of a size's search."""
     return [
-        run_of(scale, size.model, format, seed, f"search, {rate:g}", learning_rate=rate)
+        run_of(scale, size.model, format, seed, learning_rate=rate)
         for size in scale.sizes
         for seed in range(scale.seeds["search"])
         for format in four_formats(scale.pattern)
@@ -155,11 +141,8 @@ def search(scale: Scale) -> list[Run]:
 
 def ideas(scale: Scale) -> list[Run]:
     """Scores, quantizers, activations and schedules that the paper does not use, against the paper's."""
-    return [
-        run_of(scale, scale.main, format, seed, f"idea, {name}")
-        for seed in range(scale.seeds.get("ideas", 1))
-        for name, format in paper()["ideas"].items()
-    ]
+    seeds, formats = range(scale.seeds.get("ideas", 1)), paper()["ideas"].values()
+    return [run_of(scale, scale.main, format, seed) for seed in seeds for format in formats]
 
 
 EXPERIMENTS: dict[str, Callable[[Scale], list[Run]]] = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import find_preset
@@ -92,13 +92,6 @@ class Scale:
 
     workers: int | None = None
     """Runs trained at once; None: as many as there are cores for."""
-
-    plain_names: bool = False
-    """Whether seed and format alone name a run, as for a set with one recipe."""
-
-    def size(self, model: str) -> Size:
-        """Return the entry of `sizes` for a model."""
-        return next(size for size in self.sizes if size.model == model)
 
 
 def smoke() -> Scale:
@@ -260,10 +253,7 @@ class QuickstartConfig(DenseLayersOption):
     """Text that the sparse ternary model continues at the end."""
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise UserError(f"seeds={self.seeds}: must be at least 1")
-        if self.workers is not None and self.workers < 1:
-            raise UserError(f"workers={self.workers}: must be at least 1")
+        check_least(self, seeds=1, workers=1)
         self.scale()
 
     def scale(self) -> Scale:
@@ -288,11 +278,9 @@ class QuickstartConfig(DenseLayersOption):
         format = SparseBitConfig(pattern=pattern, dense_layers=self.dense_globs)
         linears = find_preset(self.model).linears
         format.check_dense_layers(linears, self.model)
-        sparse = {name: size for name, size in linears.items() if not format.keeps_dense(name)}
-        if not sparse:
-            raise UserError(f"dense_layers {self.dense_layers}: nothing is left to convert")
-        for name, (_, in_features) in sparse.items():
-            pattern.check_divides(in_features, f"{name} of {self.model}")
+        for name, (_, in_features) in linears.items():
+            if not format.keeps_dense(name):
+                pattern.check_divides(in_features, f"{name} of {self.model}")
         return Scale(
             name="quickstart",
             summary="the paper's four models in a few minutes",
@@ -307,5 +295,4 @@ class QuickstartConfig(DenseLayersOption):
             sparse_percents=(),
             validations=4,
             snapshots=4,
-            plain_names=True,
         )

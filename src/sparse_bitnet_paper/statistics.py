@@ -36,14 +36,14 @@ def residual_of(measured: pd.DataFrame) -> Residual | None:
     """
     from statsmodels.api import OLS
 
-    found = measured.melt(var_name="model", ignore_index=False).dropna()
-    if found.empty:
+    known = measured.melt(var_name="model", ignore_index=False).dropna()
+    if known.empty:
         return None
-    design = pd.get_dummies(found.assign(seed=found.index)[["model", "seed"]].astype(str))
+    design = pd.get_dummies(known.assign(seed=known.index)[["model", "seed"]].astype(str))
     with warnings.catch_warnings():
         # Neither a mean nor a shift is unique, what they leave is.
         warnings.simplefilter("ignore")
-        fit = OLS(found.value.to_numpy(), design.to_numpy(dtype=float)).fit()
+        fit = OLS(known.value.to_numpy(), design.to_numpy(dtype=float)).fit()
     return Residual(math.sqrt(fit.scale), fit.df_resid) if fit.df_resid >= 1 else None
 
 
@@ -127,6 +127,9 @@ class Claim:
     text: str
     """The claim, as the paper states it."""
 
+    short: str
+    """The claim in at most 40 characters."""
+
     measure: str
     """How the number of each seed is computed; a positive number speaks for the claim."""
 
@@ -144,6 +147,9 @@ class Claim:
     """Threshold that the measure must exceed."""
 
     unit: str = "points"
+    main: str = ""
+    """Words of the first page for one of the paper's main claims."""
+
     verdict: str = OPEN
     """See `judged`."""
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a set of results, and how a table is shown on a terminal and in Markdown."""
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,6 @@ from sparse_bitnet_paper.statistics import Estimate, holm, residual_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-RECIPES = (
-    *("512 sequences a step", "end rate 1e-5", "weight decay falling to 0"),
-    *("bf16 masters", "uniform initial weights"),
-)
-"""Differences of the published code, by their names in the column `recipe`."""
-
 CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "piqa": 0.5, "boolq": 0.622, "copa": 0.5}
 """acc of guessing; of BoolQ, of always giving its more frequent answer."""
 
@@ -35,62 +29,39 @@ class Table:
     """Cells of text, of which a second line is a spread."""
 
     frame: pd.DataFrame
-    """The index is the first column, its name that column's head; columns are heads or (group, head)."""
+    """The index is the first column, its name that column's head."""
 
     notes: Sequence[str] = ()
     numeric: bool = True
     """Whether all columns but the first hold numbers."""
 
-    @property
-    def groups(self) -> list[tuple[str, int]]:
-        """Titles over adjacent columns, with how many columns each has; empty without any."""
-        if self.frame.columns.nlevels == 1:
-            return []
-        titles = self.frame.columns.get_level_values(0)
-        return [(title, len(list(own))) for title, own in groupby(titles)]
-
-    @property
-    def group_starts(self) -> set[int]:
-        """Columns with which a group begins."""
-        counts = [count for _, count in self.groups]
-        return {sum(counts[:place]) for place in range(len(counts))}
-
     def markdown(self) -> str:
-        """Return a pipe table and the notes; the title of a group goes before its columns' names."""
-        frame = self.frame
-        names = [": ".join(key) if isinstance(key, tuple) else key for key in frame.columns]
-        align = "---:" if self.numeric else "---"
-        lines = [[frame.index.name, *names], ["---", *[align] * len(names)], *frame.itertuples()]
+        """Return a pipe table and the notes."""
+        frame, align = self.frame, "---:" if self.numeric else "---"
+        heads = [frame.index.name, *frame.columns]
+        lines = [heads, ["---", *[align] * len(frame.columns)], *frame.itertuples()]
         notes = (f"\n{note}\n" for note in self.notes)
         return "".join((*(f"{pipe_line(line)}\n" for line in lines), *notes))
 
-    def print(self, console: "Console", title: str, title_of_rest: str = "") -> None:
-        """Print the first group of columns as a table, and the rest as a second one below it."""
-        first = self.groups[0][1] if self.groups else None
-        console.print(self._rich(title, self.frame.iloc[:, :first]))
-        if first is not None and first < len(self.frame.columns):
-            console.print(self._rich(title_of_rest, self.frame.iloc[:, first:]))
-        for note in self.notes:
-            console.print(note, style="dim", highlight=False)
-
-    def _rich(self, title: str, frame: pd.DataFrame) -> Any:
+    def print(self, console: "Console", title: str) -> None:
+        """Print table and notes on a terminal."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
         # As `Text` no name in brackets is taken for a style.
-        rich = RichTable(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
-        # A title cannot span columns here: its words stand over the first ones of its group.
-        groups = ((title.split() + [""] * count)[:count] for title, count in Table(frame).groups)
-        above = [word for group in groups for word in group]
-        rich.add_column(frame.index.name, no_wrap=self.numeric)
-        for place, key in enumerate(frame.columns):
-            head = f"{above[place]}\n{key[1]}" if above else key
+        style: Any = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
+        rich = RichTable(title=Text(title, "bold"), **style)
+        rich.add_column(self.frame.index.name, no_wrap=self.numeric)
+        for name in self.frame.columns:
             justify: Any = "right" if self.numeric else "left"
+            head = textwrap.fill(name, 6, break_long_words=False, break_on_hyphens=False)
             rich.add_column(head, justify=justify, no_wrap=self.numeric)
-        for line in frame.itertuples():
+        for line in self.frame.itertuples():
             rich.add_row(*(Text(cell) for cell in line))
-        return rich
+        console.print(rich)
+        for note in self.notes:
+            console.print(note, style="dim", highlight=False)
 
 
 def pipe_line(cells: Iterable[str]) -> str:
@@ -135,9 +106,6 @@ def dense_of(format: str) -> str:
     return f"{format.partition('-')[0]}-{DENSE_PATTERN}"
 
 
-# Table 2.
-
-
 def perplexities(rows: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return perplexities of the seeds that all of some models have: a row a seed, a column a format."""
     return pd.DataFrame({format: own.perplexity for format, own in rows.items()}).dropna()
@@ -154,19 +122,16 @@ def perplexity_columns(perplexity: pd.DataFrame) -> pd.DataFrame:
     """Return PPL, Δ and Δ % of the four models, from perplexities: a row a seed, a column a format."""
     lines = []
     for format, own in perplexity.items():
-        line = {
-            "model": label(str(format)),
-            "PPL": spread(own, ".2f"),
-            "Δ": NOTHING,
-            "Δ %": NOTHING,
-        }
-        if (base := dense_of(str(format))) != format:
-            dense = perplexity[base]
-            line |= {
-                "Δ": spread(own - dense, "+.2f"),
-                "Δ %": spread(100 * (own / dense - 1), "+.1f"),
+        base = dense_of(str(format))
+        over, is_dense = perplexity[base], base == format
+        lines.append(
+            {
+                "model": label(str(format)),
+                "PPL": spread(own, ".2f"),
+                "Δ": NOTHING if is_dense else spread(own - over, "+.2f"),
+                "Δ %": NOTHING if is_dense else spread(100 * (own / over - 1), "+.1f"),
             }
-        lines.append(line)
+        )
     return table(lines).frame if lines else pd.DataFrame()
 
 
@@ -176,26 +141,21 @@ def sparsity_costs(perplexity: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({f: 100 * (perplexity[f] / perplexity[dense_of(f)] - 1) for f in sparse})
 
 
-def paper_models(pattern: str) -> dict[str, pd.DataFrame]:
-    """Return by size the paper's perplexities as one row with a column a format."""
-    return {size: pd.DataFrame([own]) for size, own in paper_perplexities(pattern).items()}
-
-
-def _beside_paper(ours: Mapping[str, pd.DataFrame], pattern: str, notes: Sequence[str]) -> Table:
-    """Return our columns by the titles over them, then the paper's at each of its sizes."""
-    theirs = {
-        f"paper {size}": perplexity_columns(found)[["PPL", "Δ %"]]
-        for size, found in paper_models(pattern).items()
-    }
-    return Table(pd.concat({**ours, **theirs}, axis=1), notes)
+def beside_paper(ours: pd.DataFrame, pattern: str, place: int) -> pd.DataFrame:
+    """Return `ours`, columns of the four models, beside the paper's at its size of that place, if any."""
+    sizes = list(paper_perplexities(pattern).items())[place : place + 1]
+    for size, perplexity in sizes:
+        theirs = perplexity_columns(perplexity)[["PPL", "Δ %"]]
+        ours = ours.join(theirs.set_axis(ours.index).add_prefix(f"paper {size}: "))
+    return ours
 
 
 def comparison_table(rows: Mapping[str, pd.DataFrame]) -> Table:
-    """Return table 2 for one size, beside the paper's own numbers for that pattern.
+    """Return table 2 for one size, beside the paper's smallest model of that pattern.
 
     `rows`: see `four_models`.
     """
-    columns = perplexity_columns(perplexities(rows))
+    columns = perplexity_columns(perplexities(rows)).drop(columns="Δ")
     # The mean alone: seeds hardly differ in shares of weights.
     columns["zeros"] = [f"{100 * own.zero_fraction.mean():.1f} %" for own in rows.values()]
     columns["flips"] = [
@@ -203,30 +163,32 @@ def comparison_table(rows: Mapping[str, pd.DataFrame]) -> Table:
         for format, own in rows.items()
     ]
     notes = [
-        "full and ternary are the paper's BF16 and BitNet. PPL: held-out perplexity. Δ: minus that "
-        "of the dense model of the same format, Δ % in percent of it. zeros: share of zero weights "
-        "in the forward. flips: share of mask positions that changed at the last step."
+        "full and ternary are the paper's BF16 and BitNet. PPL: held-out perplexity, Δ % over the "
+        "dense model of the same format. zeros: share of zero weights in the forward. flips: share "
+        "of mask positions that changed at the last step."
     ]
     first, sparse, *_ = rows
     if (seeds := len(rows[first])) > 1:
         notes.append(
             f"Mean of {seeds} seeds, below it least..greatest; Δ pairs models of one seed."
         )
-    return _beside_paper({"this run": columns}, sparse.partition("-")[2], notes)
+    return Table(beside_paper(columns, sparse.partition("-")[2], 0), notes)
 
 
-def perplexity_table(results: Results) -> tuple[Table, list[tuple[str, int]]] | None:
-    """Return table 2 at every size that has all four models for a seed, and how many, or None."""
-    rows = {model: four_models(results, model) for model in results.models}
-    found = {model: perplexities(own) for model, own in rows.items() if own}
-    ours = {model: perplexity_columns(own) for model, own in found.items()}
-    seeds = [(model, len(own)) for model, own in found.items()]
-    return (_beside_paper(ours, results.setting["pattern"], []), seeds) if ours else None
+def perplexity_tables(results: Results) -> dict[str, tuple[Table, int]]:
+    """Return table 2 at every size that has all four models for a seed, and of how many seeds."""
+    shown = {}
+    for place, model in enumerate(results.setting["sizes"]):
+        if rows := four_models(results, model):
+            ours = perplexities(rows)
+            columns = beside_paper(perplexity_columns(ours), results.setting["pattern"], place)
+            shown[model] = (Table(columns), len(ours))
+    return shown
 
 
 def other_text(results: Results) -> dict[str, dict[str, Any]]:
     """Return table 2 on the other held-out text by size: `columns`, `count` of seeds, `cost`, `name`."""
-    found = {}
+    by_size = {}
     for model in results.models:
         texts = {f: results.by_seed(f, model=model).other_text for f in results.four_formats}
         ppl = pd.DataFrame({f: own.str["perplexity"] for f, own in texts.items()}).dropna()
@@ -234,28 +196,28 @@ def other_text(results: Results) -> dict[str, dict[str, Any]]:
             name = texts[results.four_formats[0]].dropna().str["name"].iloc[0]
             cost = cost_estimate(np.log(ppl := ppl.astype(float)))
             columns = perplexity_columns(ppl)
-            found[model] = {"columns": columns, "count": len(ppl), "cost": cost, "name": name}
-    return found
+            by_size[model] = {"columns": columns, "count": len(ppl), "cost": cost, "name": name}
+    return by_size
 
 
 def recipes(results: Results) -> dict[str, tuple[dict[str, pd.DataFrame], Estimate]]:
-    """Return by `RECIPES` the runs of the four models, and what sparsity costs full precision more.
+    """Return by recipe the runs of the four models, and what sparsity costs full precision more.
 
-    "" stands for our recipe. The residual is that of all models of as many steps.
+    "" stands for ours, which comes first. The residual is that of all models of as many steps.
     """
     rows = {
         name: {format: results.by_seed(format, recipe=name) for format in results.four_formats}
-        for name in ("", *RECIPES)
+        for name in sorted(results.rows.recipe.unique(), key=bool)
     }
     rows = {name: own for name, own in rows.items() if any(map(len, own.values()))}
     losses = {n: pd.DataFrame({f: own.loss for f, own in of.items()}) for n, of in rows.items()}
     steps = {n: max(own.steps.max() for own in of.values() if len(own)) for n, of in rows.items()}
-    found = {}
+    by_recipe = {}
     for name, own in rows.items():
         alike = [losses[n].add_prefix(n) for n in rows if steps[n] == steps[name]]
         cost = cost_estimate(losses[name], residual_of(pd.concat(alike, axis=1)))
-        found[name] = (own, cost)
-    return found
+        by_recipe[name] = (own, cost)
+    return by_recipe
 
 
 def beside_chance(results: Results) -> dict[str, Any]:
@@ -266,16 +228,16 @@ def beside_chance(results: Results) -> dict[str, Any]:
     from scipy.stats import binomtest
 
     asked = results.scores[-1]["asked"]
-    found = [
+    tests = [
         (line["run"], task, binomtest(round(scores["acc"] * n), n, CHANCE[task], "greater").pvalue)
         for line in results.scores
         for task, scores in line["tasks"].items()
         if line["asked"] == asked and task in CHANCE and (n := line["questions"].get(task))
     ]
-    rejected = zip(found, holm([p for _, _, p in found]), strict=True)
+    rejected = zip(tests, holm([p for _, _, p in tests]), strict=True)
     return {
-        "guesses": {task: CHANCE[task] for _, task, _ in found},
-        "tests": len(found),
+        "guesses": {task: CHANCE[task] for _, task, _ in tests},
+        "tests": len(tests),
         "above": [f"{run} in {task}" for (run, task, _), is_above in rejected if is_above],
     }
 
@@ -287,11 +249,11 @@ def throughput_table(path: Path) -> Table:
     count; each pattern in the fastest of its formats, with float16 caches and without context. Raises
     `UserError` where there is none.
     """
-    measured = ["phase", "tokens", "batch", "threads"]
     try:
-        rows = pd.DataFrame([line for _, line in read_lines(path)])
+        rows = pd.DataFrame(read_lines(path))
         rows = rows[rows.date == rows.date.iloc[-1]]
         shown = rows[rows.kv_cache.eq("float16") & (rows.phase.eq("prefill") | rows.tokens.eq(0))]
+        measured = ["phase", "tokens", "batch", "threads"]
         speeds = shown.pivot_table("tokens_per_second", measured, "pattern", "max", sort=False)
         dense = speeds.pop(DENSE_PATTERN)
         made, widest = rows.iloc[0], rows.spread.max()
@@ -304,22 +266,20 @@ def throughput_table(path: Path) -> Table:
         ) from error
     lines = []
     for (phase, tokens, batch, threads), sparse in speeds.iterrows():
-        base, theirs = dense[phase, tokens, batch, threads], paper()["throughput"][phase]
-        gains = paper_gains(phase).values()
+        base = dense[phase, tokens, batch, threads]
         size = f"{tokens} tokens" if phase == "prefill" else f"batch {batch}"
-        lines.append(
-            {
-                "tokens/s": f"{phase}, {size}, {threads} thread{'s' * (threads > 1)}",
-                "dense": f"{base:.1f}",
-                **{p: f"{speed:.1f}\n{speed / base:.2f}x" for p, speed in sparse.items()},
-                "ours on a GPU": "not measured",
-                "paper's 3B, 6:8 over dense": f"{min(gains):.2f}x to {max(gains):.2f}x ({theirs['gpu']})",
-            }
-        )
-    note = (
+        what = {"tokens/s": f"{phase}, {size}, {threads} thread{'s' * (threads > 1)}"}
+        speed = {p: f"{own:.1f}\n{own / base:.2f}x" for p, own in sparse.items()}
+        lines.append(what | {"dense": f"{base:.1f}"} | speed)
+    theirs = (
+        f"{phase} {min(gains := paper_gains(phase).values()):.2f}x to {max(gains):.2f}x ({own['gpu']})"
+        for phase, own in paper()["throughput"].items()
+    )
+    notes = [
         f"`sparse-bitnet bench` ({made.model}, random weights; {made.hardware}, {made.date[:10]}). "
         "Each pattern in the fastest of its formats; after each speed: over the dense model's. The "
-        f"rounds of a measurement differ by up to {widest:.0%}. The paper's are of all its prompts, of "
-        "512 to 65,536 tokens, and of all its batches, of 64 to 512."
-    )
-    return table(lines, [note])
+        f"rounds of a measurement differ by up to {widest:.0%}.",
+        f"The paper's 3B, 6:8 over dense: {'; '.join(theirs)}, of all its prompts, of 512 to 65,536 "
+        "tokens, and of all its batches, of 64 to 512.",
+    ]
+    return table(lines, notes)

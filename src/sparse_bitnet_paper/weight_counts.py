@@ -10,20 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-COUNTS = {
-    "name": "full name of the layer",
-    "block": "index of the decoder block; None when the name holds none",
-    "weights": "number of weights",
-    "absolute_sum": "sum |W|",
-    "near_zero": "weights with |W| / mean|W| < 0.5",
-    "code_zeros": "zeros among the ternary codes before the mask; of full precision as if rounded",
-    "zeros": "zeros of the weight that the forward uses, mask included",
-    "groups": "groups of m weights that have a threshold; 0 with a dense pattern",
-    "histogram": "int64 [160]: W / mean|W| in bins of 0.05 from -4 to 4",
-    "thresholds": "int64 [80]: (n+1)-th largest |W| of each group, over mean|W|, in bins from 0 to 4",
-}
-"""Counts of one layer."""
-
 BIN_WIDTH = 0.05
 RANGE = 4.0
 """Histograms cover |W| / mean|W| < 4; what lies outside is in `weights` but in no bin."""

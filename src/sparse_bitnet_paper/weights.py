@@ -7,7 +7,7 @@ From safetensors files one layer is in memory at a time.
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from sparse_bitnet.checkpoint.hub import read_format
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
-from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import make_folder, write_atomic
@@ -29,12 +28,7 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select, spread_scale
 from sparse_bitnet.ops.select_ternary import absmean
 from sparse_bitnet.pattern import NMPattern
-from sparse_bitnet_paper.figures import (
-    layer_profile,
-    near_zero_heat_maps,
-    threshold_overlay,
-    weight_histograms,
-)
+from sparse_bitnet_paper.figures import layer_profile, threshold_overlay, weight_histograms
 from sparse_bitnet_paper.report import render
 from sparse_bitnet_paper.tables import Table, table
 from sparse_bitnet_paper.weight_counts import (
@@ -53,7 +47,12 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def count_weights(
     name: str, weight: Tensor, config: SparseBitConfig, *, pattern: NMPattern | None = None
 ) -> dict[str, Any]:
-    """Return the `COUNTS` of one layer's master weight.
+    """Return the counts of one layer's master weight.
+
+    In units of the layer's mean |W|, `near_zero` are weights below 0.5, `histogram` int64 [160] bins of
+    0.05 from -4 to 4, `thresholds` int64 [80] bins of each group's (n+1)-th largest |W|. `code_zeros` are
+    zeros among the ternary codes before the mask, of full precision as if rounded; `zeros` those of the
+    weight that the forward uses. `block` is None where the name holds no number.
 
     Args:
         name: full name of the layer.
@@ -120,12 +119,12 @@ def count_checkpoint(
 
     Raises `UserError` as `find_checkpoint`, and for a model without safetensors or countable weights.
     """
-    found = find_checkpoint(path)
-    folder, dense = found.folder, set()
+    stored = find_checkpoint(path)
+    folder, dense = stored.folder, set()
     config = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
-    if found.kind == "trained":
-        config = read_format(found.entry, str(folder / CONFIG_FILE))
-        dense = set(found.entry["modules_to_not_convert"])
+    if stored.kind == "trained":
+        config = read_format(stored.entry, str(folder / CONFIG_FILE))
+        dense = set(stored.entry["modules_to_not_convert"])
     left_out = SparseBitConfig(dense_layers=dense_layers)
     names = [key.removesuffix(".weight") for key in WeightFiles.in_folder(folder).shapes]
     left_out.check_dense_layers(names, str(folder))
@@ -134,7 +133,7 @@ def count_checkpoint(
         for name, weight in _block_matrices(folder)
         if name not in dense and not left_out.keeps_dense(name)
     ]
-    if not counts and found.kind == "foreign":
+    if not counts and stored.kind == "foreign":
         opened = open_checkpoint(path)
         counts = [
             count_weights(name, opened.ternary(name).codes.float(), config, pattern=pattern)
@@ -186,52 +185,37 @@ class CheckpointWeights:
 
     layers: pd.DataFrame
 
-    history: Sequence[tuple[int, pd.DataFrame]] = ()
-    """(step, layers) of every checkpoint of a run folder; empty for a single checkpoint."""
-
 
 def read_checkpoint(
-    path_or_id: str,
-    pattern: NMPattern,
-    on_read: Callable[[str], None] = lambda name: None,
-    dense_layers: tuple[str, ...] = (),
+    path_or_id: str, pattern: NMPattern, dense_layers: tuple[str, ...] = ()
 ) -> CheckpointWeights:
     """Count a checkpoint's weights with one layer in memory at a time.
 
     Args:
-        path_or_id: run folder (all its checkpoints are counted), checkpoint, any transformers folder
-            with safetensors, or a hub id.
+        path_or_id: run folder, checkpoint, any transformers folder with safetensors, or a hub id.
         pattern: whose group thresholds to count.
-        on_read: called with the name of each checkpoint before it is read.
         dense_layers: globs of layers not to count, as not pruned.
 
     Raises `UserError` for anything else.
     """
-
-    def count(path: str | Path) -> pd.DataFrame:
-        on_read(str(path))
-        return count_checkpoint(path, pattern=pattern, dense_layers=dense_layers)
-
-    layers, found = count(path_or_id), find_checkpoint(path_or_id)
-    steps = list_checkpoints(Path(path_or_id))
-    if found.kind == "trained":
-        weight = found.entry["format"]["weight"]
+    opened = find_checkpoint(path_or_id)
+    if opened.kind == "trained":
+        weight = opened.entry["format"]["weight"]
     else:
-        weight = "ternary" if found.entry.get("quant_method") == "bitnet" else "full"
+        weight = "ternary" if opened.entry.get("quant_method") == "bitnet" else "full"
     parts = [part for part in Path(path_or_id).parts if part not in ("final", "checkpoints", "/")]
-    several = len(parts) > 1 and parts[-1].startswith("step-")
     return CheckpointWeights(
-        label="/".join(parts[-2:] if several else parts[-1:]),
+        label=parts[-1],
         weight=weight,
-        layers=layers,
-        history=[(each.step, count(each.path)) for each in steps] if len(steps) > 1 else (),
+        layers=count_checkpoint(path_or_id, pattern=pattern, dense_layers=dense_layers),
     )
 
 
 def write_weight_report(
     checkpoints: Sequence[CheckpointWeights], pattern: NMPattern, out: Path
 ) -> None:
-    """Write `weights.html`, the figures, and `weights.json`, the counts of every layer, to `out`."""
+    """Write `weights.html`, a self-contained page of all figures and the numbers of each checkpoint, and
+    `weights.json`, the counts of every layer, to `out`."""
     make_folder(out)
     counts = [
         {
@@ -239,30 +223,10 @@ def write_weight_report(
             "weight": each.weight,
             "all": {"name": "all layers", "block": None} | as_json(pool(each.layers)),
             "layers": [as_json(layer) for _, layer in each.layers.iterrows()],
-            "history": [
-                {
-                    "step": step,
-                    "near_zero_mass": dict(zip(layers.name, _masses(layers), strict=True)),
-                }
-                for step, layers in each.history
-            ],
         }
         for each in checkpoints
     ]
-    write_atomic(out / "weights.json", json.dumps(counts))
-    write_atomic(out / "weights.html", weight_page(checkpoints, pattern))
-
-
-def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) -> str:
-    """Return a self-contained HTML page with all figures and the numbers of each checkpoint."""
-    heat_maps = []
-    for c in checkpoints:
-        if c.history:
-            steps, layers = zip(*c.history, strict=True)
-            masses = np.array([_masses(each) for each in layers])
-            drawn = near_zero_heat_maps([(c.label, steps, masses)], list(c.layers.name))
-            heat_maps.append((c.label, drawn))
-    return render(
+    page = render(
         "weights.html.j2",
         title="What the weights look like",
         pattern=pattern,
@@ -274,13 +238,12 @@ def weight_page(checkpoints: Sequence[CheckpointWeights], pattern: NMPattern) ->
             (c.label, threshold_overlay([(c.label, c.weight, depth_parts(c.layers))]))
             for c in checkpoints
         ],
-        profile=layer_profile([(c.label, c.weight, _masses(c.layers)) for c in checkpoints]),
-        heat_maps=heat_maps,
+        profile=layer_profile(
+            [(c.label, c.weight, list(shares(c.layers)["near_zero_mass"])) for c in checkpoints]
+        ),
     )
-
-
-def _masses(layers: pd.DataFrame) -> list[float]:
-    return list(shares(layers)["near_zero_mass"])
+    write_atomic(out / "weights.json", json.dumps(counts))
+    write_atomic(out / "weights.html", page)
 
 
 def summary_table(checkpoints: Sequence[CheckpointWeights]) -> Table:

@@ -29,7 +29,7 @@ def make_set(tmp_path):
     ):
         results = Results(folder)
         text = {"train": {"tokens": 9, "vocab_size": 9}, "validation": {"tokens": 9}}
-        results.open(make_setting(scale, text, "cpu", "float32"))
+        results.open(make_setting(scale, text))
         rows, details = [], []
         for run in plan(scale, names, seeds):
             if run.config.format not in left_out:

@@ -30,17 +30,17 @@ def verdicts(results):
 
 
 def main_claims(results, model=SCALE.main):
-    found = (claim for claim in claims(results) if claim.model == model)
-    return [claim for claim in found if claim.text.startswith("6:8")]
+    own = (claim for claim in claims(results) if claim.model == model)
+    return [claim for claim in own if claim.text.startswith("6:8")]
 
 
 def test_the_papers_own_numbers_uphold_every_claim(make_set):
-    found = judged(claims(make_set()))
-    assert {claim.verdict for claim in found} == {HOLDS}
-    for claim in found:
+    judgements = judged(claims(make_set()))
+    assert {claim.verdict for claim in judgements} == {HOLDS}
+    for claim in judgements:
         if claim.expected is not None:
             assert claim.estimate.mean == pytest.approx(claim.expected)
-    by_text = {claim.text: claim for claim in found if claim.model == SCALE.main}
+    by_text = {claim.text: claim for claim in judgements if claim.model == SCALE.main}
     sweep = by_text["2:4 sparsity costs the ternary model less than the full-precision one"]
     assert sweep.estimate.mean == pytest.approx(100 * math.log(26.03 / 21.91 * 25.99 / 27.48))
     masks = by_text["Master-weight masks with dense gradients beat “mask from quantized weight”"]
@@ -58,9 +58,9 @@ def test_the_opposite_of_the_paper_refutes_its_comparisons(make_set):
             return 10.0
         return paper_perplexity(dataclasses.replace(config, format=f"{other[weight]}-{rest}"))
 
-    found = verdicts(make_set(swapped))
-    compared = [text for text, _ in found if "cost" in text or "beat" in text or "later" in text]
-    assert {found[key] for key in found if key[0] in compared} == {OPPOSITE}
+    by_claim = verdicts(make_set(swapped))
+    compared = [text for text, _ in by_claim if "cost" in text or "beat" in text or "later" in text]
+    assert {by_claim[key] for key in by_claim if key[0] in compared} == {OPPOSITE}
 
 
 def test_two_seeds_decide_nothing(make_set):
@@ -83,9 +83,9 @@ def test_a_seed_counts_with_all_four_models(make_set):
 
 
 def test_collapse_is_where_the_straight_line_between_patterns_crosses(make_set):
-    found = collapse_densities(make_set())
-    assert found.full.between(0.5, 0.625).all()  # the paper: between 5:8 and 4:8
-    assert found.ternary.between(0.375, 0.5).all()  # between 4:8 and 3:8
+    densities = collapse_densities(make_set())
+    assert densities.full.between(0.5, 0.625).all()  # the paper: between 5:8 and 4:8
+    assert densities.ternary.between(0.375, 0.5).all()  # between 4:8 and 3:8
 
 
 def test_a_model_that_never_collapses_counts_as_doing_so_at_the_sparsest(make_set):
@@ -112,7 +112,7 @@ def test_the_main_claim_is_judged_at_searched_rates_too(make_set):
 
 
 def claim_of(values, expected=None, **more):
-    texts = {"text": "", "measure": "", "model": "", "paper": ""}
+    texts = dict.fromkeys(("text", "short", "measure", "model", "paper"), "")
     return Claim(**texts, estimate=Estimate(values), expected=expected, **more)
 
 

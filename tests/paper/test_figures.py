@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet_paper import figures
+from sparse_bitnet_paper import figures, quickstart
 from sparse_bitnet_paper.weight_counts import depth_parts
 from sparse_bitnet_paper.weights import count_weights
 
@@ -27,8 +27,8 @@ def drawn(make_set):
     parts = depth_parts(pd.DataFrame(counts))
     masses = np.full((3, 2), 0.3)
     return {
-        "costs": figures.cost_figure(results),
-        **figures.course_figures(results),
+        "costs": quickstart.cost_figure(results),
+        **quickstart.course_figures(results),
         **figures.sweep_figure(results),
         "ablation-flips": figures.ablation_figures(results)["ablation-flips"],
         "histogram": figures.weight_histograms([("a", "full", parts["all"])] * 3),
@@ -72,5 +72,5 @@ def test_figures_without_runs_are_none(make_set):
 def test_flat_and_still_curves_can_be_drawn(make_set):
     results = make_set(seeds=1, names=["table2"])
     results.curves[["flip_rate", "flip_noise"]] = 0.0
-    for svg in figures.course_figures(results).values():
+    for svg in quickstart.course_figures(results).values():
         ElementTree.fromstring(svg)

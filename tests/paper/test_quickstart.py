@@ -66,7 +66,7 @@ def test_the_report_is_whole_well_formed_and_loads_nothing(finished):
     config, result, printed = finished
     page, rows = result.report.read_text("utf-8"), rows_of(config)
     assert [row["format"] for row in rows] == list(four_formats("6:8"))
-    assert "[4/4] seed-0/ternary-6of8: perplexity" in printed
+    assert "[4/4] 0.3m-ternary-6-8-lr0.003-seed0-" in printed
     for row in rows:
         assert f"{row['perplexity']:.2f}" in page
         assert (Path(config.out) / row["checkpoint"] / "model.safetensors").is_file()
@@ -165,8 +165,8 @@ def test_folder_of_other_settings_is_refused(finished):
         ({"pattern": "5:7"}, "96 is not a multiple of 7"),
         ({"model": "qwen2.5-7t"}, "not a preset"),
         ({"steps": 0}, "steps=0"),
-        ({"seeds": 0}, "seeds=0"),
-        ({"workers": 0}, "workers=0"),
+        ({"seeds": 0}, "seeds 0"),
+        ({"workers": 0}, "workers 0"),
         ({"source": "nothing-here.txt"}, r"no file|no such file"),
     ],
 )

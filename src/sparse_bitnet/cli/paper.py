@@ -19,6 +19,11 @@ from sparse_bitnet_paper.scales import QuickstartConfig, Scale, find_scale
 if TYPE_CHECKING:
     from rich.console import Console
 
+GPU_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bfloat16 FLOP/s of the SXM boards, from the makers' data sheets."""
+UTILISATION = 0.4
+"""Share of that rate that training reaches."""
+
 
 def quickstart(arguments: list[str]) -> None:
     """Train the paper's four models, compare them, write a report."""
@@ -41,7 +46,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
         print(f"\n{reason}; the same command continues from there", file=sys.stderr)
         sys.exit(130)
     title = f"Held-out perplexity, {config.model}, {config.source}"
-    result.comparison.print(console, title, "The paper's Qwen2.5 models")
+    result.comparison.print(console, title)
     console.print(f"\n{result.verdict}", highlight=False)
     heading = f"\nternary-{config.pattern} continues {config.prompt!r}:"
     console.print(heading, style="bold", highlight=False, markup=False)
@@ -76,12 +81,6 @@ class ReproduceConfig(DenseLayersOption):
     workers: int | None = None
     """Runs trained at once; default: one for each core, four on a GPU."""
 
-    threads: int | None = None
-    """CPU threads of each run; default: the scale's own."""
-
-    budget_minutes: float | None = None
-    """Start only runs that would end within this many minutes."""
-
     tasks: str = "paper"
     """lm-eval tasks of table1, joined by commas; `paper`: the paper's five zero-shot tasks."""
 
@@ -104,11 +103,8 @@ def reproduce(options: ReproduceConfig) -> None:
     """
     from rich.console import Console
 
-    check_least(options, workers=1, budget_minutes=0, limit=1)
+    check_least(options, workers=1, limit=1)
     scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
-    if options.threads is not None:
-        recipe = dataclasses.replace(scale.recipe, threads=options.threads)
-        scale = dataclasses.replace(scale, recipe=recipe)
     names = options.experiments
     chosen = [each for name in names for each in (EXPERIMENTS if name == "all" else (name,))]
     scores = "table1" in chosen
@@ -118,29 +114,19 @@ def reproduce(options: ReproduceConfig) -> None:
         refuse_unused(options, ("tasks", "include_path", "limit"), "it is an option of table1")
     chosen, out = list(dict.fromkeys(chosen)), options.out or Path("runs") / scale.name
     if options.dry_run:
-        _dry_run(scale, chosen, out, options, Console())
+        _dry_run(scale, chosen, out, options.seeds, Console())
         return
-    given = {
-        name: getattr(options, name) for name in ("seeds", "data", "workers", "budget_minutes")
-    }
+    given = {name: getattr(options, name) for name in ("seeds", "data", "workers")}
     train_set(scale, chosen, out=out, console=Console(), **given)
     if scores:
         from sparse_bitnet_paper.reproduce import score
 
-        count = score(
-            scale,
-            out,
-            options.tasks.split(","),
-            include_path=options.include_path,
-            limit=options.limit,
-            seeds=options.seeds or 1,
-        )
+        tasks, seeds = options.tasks.split(","), options.seeds or 1
+        count = score(scale, out, tasks, options.include_path, options.limit, seeds)
         print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
 
 
-def train_set(
-    scale: Scale, experiments: Sequence[str], *, out: Path, console: "Console", **options: Any
-) -> None:
+def train_set(scale: Scale, experiments: Sequence[str], *, out: Path, **options: Any) -> None:
     """Train and report in one line how it ended; `options` are those of `reproduce`."""
     from sparse_bitnet.training.device import resolve_device
     from sparse_bitnet.training.run_folder import Interrupted
@@ -149,7 +135,7 @@ def train_set(
     if scale.needs_gpu and resolve_device("auto").type == "cpu":
         raise UserError(f"scale {scale.name} needs GPUs; --dry-run prints how many hours of which")
     try:
-        outcome = reproduce(scale, experiments, out, console=console, **options)
+        outcome = reproduce(scale, experiments, out, **options)
     except Interrupted as stop:
         print(f"{stop}; the same command continues from there")
         sys.exit(130)
@@ -157,60 +143,41 @@ def train_set(
         f"{out}: {outcome.trained} runs trained, {outcome.skipped} were done before; "
         f"`sparse-bitnet report {out}` shows the results"
     )
-    if outcome.left:
-        print(f"{outcome.left} runs did not fit into the budget; the same command trains them")
     if outcome.failed:
         raise UserError("; ".join(outcome.failed))
 
 
 def _dry_run(
-    scale: Scale, experiments: list[str], out: Path, options: ReproduceConfig, console: "Console"
+    scale: Scale, experiments: list[str], out: Path, seeds: int | None, console: "Console"
 ) -> None:
-    """Print which runs there are, which are done in `out`, and how long the others take."""
+    """Print which runs there are and which are done in `out`; of GPUs, how many hours the others take."""
     from sparse_bitnet.presets import PRESETS
-    from sparse_bitnet.progress import duration
-    from sparse_bitnet.training.device import resolve_device
-    from sparse_bitnet_paper.record import GPU_FLOPS, UTILISATION, flops, seconds, trained_weights
-    from sparse_bitnet_paper.reproduce import default_workers
+    from sparse_bitnet_paper.record import flops, trained_weights
     from sparse_bitnet_paper.results import Results
     from sparse_bitnet_paper.tables import table
 
-    rows, runs = Results(out).rows, plan(scale, experiments, options.seeds)
-    done = {run.name for run in runs} & set(rows.name)
+    runs, vocab, lines = plan(scale, experiments, seeds), scale.text.get("vocab_size"), []
+    done, total = {run.name for run in runs} & set(Results(out).rows.name), 0.0
     print(f"{out}: {len(done)} of {len(runs)} runs are done")
-    elsewhere = scale.needs_gpu and resolve_device("auto").type == "cpu"
-    workers = options.workers or default_workers(scale)
-    vocab, lines, left, work = scale.text.get("vocab_size"), [], 0.0, dict[str, float]()
     for model in dict.fromkeys(run.config.model for run in runs):
         own = [run for run in runs if run.config.model == model]
-        config, count = own[0].config, sum(run.name not in done for run in own)
-        tokens = config.steps * config.tokens_per_step
-        line = {
-            "model": model,
-            "runs": f"{len(own)}",
-            "done": f"{len(own) - count}",
-            "tokens": f"{tokens:.3g}",
-            "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
-        }
-        if elsewhere:
-            work[model] = count * flops(model, tokens, vocab)
-        else:
-            minutes = count * seconds(config, rows, vocab) / workers / 60 if count else 0.0
-            left += 60 * minutes
-            line["minutes"] = f"{minutes:.1f}"
-        lines.append(line)
-    table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
-    note = f"About {duration(left)} left on this machine, {workers} runs at once."
-    if elsewhere:
-        work["all runs"] = sum(work.values())
-        per_hour = {f"{gpu} h": 3600 * UTILISATION * rate for gpu, rate in GPU_FLOPS.items()}
-        hours = (
-            {"model": model} | {gpu: f"{operations / rate:,.2f}" for gpu, rate in per_hour.items()}
-            for model, operations in work.items()
+        count = sum(run.name in done for run in own)
+        tokens = own[0].config.steps * own[0].config.tokens_per_step
+        total += (len(own) - count) * flops(model, tokens, vocab)
+        lines.append(
+            {
+                "model": model,
+                "runs": f"{len(own)}",
+                "done": f"{count}",
+                "tokens": f"{tokens:.3g}",
+                "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
+            }
         )
-        table(hours).print(console, "Hours of the remaining runs on one GPU")
-        note = f"At {100 * UTILISATION:.0f} % of the dense bfloat16 rate."
-    console.print(note, style="dim", highlight=False)
+    table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
+    if scale.needs_gpu:
+        hours = {gpu: total / (3600 * UTILISATION * rate) for gpu, rate in GPU_FLOPS.items()}
+        each = ", ".join(f"{gpu} {count:,.2f}" for gpu, count in hours.items())
+        console.print(f"Hours left on one GPU at {UTILISATION:.0%} of its bfloat16 rate: {each}.")
     for run in runs:
         mark = "done" if run.name in done else "    "
         console.print(f"{mark}  {run.name}", highlight=False, soft_wrap=True)
@@ -220,15 +187,14 @@ def _dry_run(
 def report(
     folders: Annotated[tuple[Path, ...], "FOLDER ..."],
     document: Path | None = None,
-    page: Path | None = None,
     engine: Path | None = None,
 ) -> None:
     """Render results beside the paper's own, with figures and a verdict on its claims.
 
     Args:
-        folders: Folders written by `reproduce`, one chapter each.
-        document: Markdown file to write, figures/ beside it; default report.md in the first folder.
-        page: HTML file to write; default report.html in the first folder.
+        folders: Folders written by `reproduce`, one page each.
+        document: Markdown file of the first page; default report.md in the first folder. The other pages
+            go to the folder of that name, report/, and figures to figures/ beside it.
         engine: Rows of `bench --out` with several patterns, for table 3.
     """
     from rich.console import Console
@@ -239,9 +205,8 @@ def report(
     from sparse_bitnet_paper.tables import table
 
     document = document or folders[0] / "report.md"
-    page = page or folders[0] / "report.html"
-    for results in write_report(folders, document=document, page=page, engine=engine):
-        columns = {"claim": "text", "model": "model", "verdict": "verdict", "measured": "result"}
+    for results in write_report(folders, document, engine):
+        columns = {"claim": "short", "model": "model", "verdict": "verdict", "measured": "result"}
         lines = [
             {column: getattr(claim, name) for column, name in columns.items()}
             for claim in judged(claims(results))
@@ -249,7 +214,7 @@ def report(
         if lines:
             title = f"The paper's claims at scale {results.name}, corrected for these alone"
             table(lines, numeric=False).print(Console(), title)
-    print(f"{document} and {page}")
+    print(f"{document}: the answer, with links to the other pages")
 
 
 @dataclass(kw_only=True)
@@ -282,16 +247,10 @@ def analyze(options: AnalyzeConfig) -> None:
     if pattern.is_dense:
         raise UserError(f"--pattern {pattern} keeps every weight and has no threshold")
     console = Console()
-    with console.status("reading") as status:
-        weights = [
-            read_checkpoint(
-                name,
-                pattern,
-                lambda path: status.update(Text(f"reading {path}")),
-                options.dense_globs,
-            )
-            for name in options.checkpoints
-        ]
+    weights = []
+    for name in options.checkpoints:
+        with console.status(Text(f"reading {name}")):
+            weights.append(read_checkpoint(name, pattern, options.dense_globs))
     summary_table(weights).print(console, "")
     write_weight_report(weights, pattern, options.out)
     print(f"{options.out}/weights.html: figures; {options.out}/weights.json: every layer")
