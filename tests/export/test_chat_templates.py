@@ -47,8 +47,8 @@ def test_templates_by_name_are_copied(edited, tmp_path: Path) -> None:
     export(folder, tmp_path / "dense", ExportConfig(format="dense"))
     pack_checkpoint(folder, tmp_path / "packed")
     for out in ("dense", "packed"):
-        found = load_tokenizer(tmp_path / out).chat_template
-        assert found == {"default": "plain", "tool_use": "tools"}
+        template = load_tokenizer(tmp_path / out).chat_template
+        assert template == {"default": "plain", "tool_use": "tools"}
 
 
 def test_a_changed_template_is_packed_again(

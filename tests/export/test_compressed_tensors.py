@@ -36,9 +36,9 @@ def test_packing_is_that_of_the_package(random_codes, columns: int) -> None:
 def test_the_package_reads_it(checkpoint: Path, tmp_path: Path, format: str) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
     config = ExportConfig(format=format, verify=True)
-    found = export(checkpoint, tmp_path / "out", config).verification
-    assert found is not None
-    assert found.failures == []
+    verification = export(checkpoint, tmp_path / "out", config).verification
+    assert verification is not None
+    assert verification.failures == []
 
 
 def test_folder(source: Checkpoint, checkpoint: Path, tmp_path: Path) -> None:

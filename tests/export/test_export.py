@@ -34,9 +34,10 @@ def test_a_folder_is_complete_and_always_the_same(
     checkpoint: Path, tmp_path: Path, format: str
 ) -> None:
     export(checkpoint, tmp_path / "again", ExportConfig(format=format))
-    result = export(checkpoint, tmp_path / "out", ExportConfig(format=format))
+    out = tmp_path / "out"
+    result = export(checkpoint, out, ExportConfig(format=format))
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
-    files = {file.name: file for file in result.folder.iterdir()}
+    files = {file.name: file for file in out.iterdir()}
     assert result.nbytes == sum(file.stat().st_size for file in files.values())
     if format.startswith("gguf"):
         assert files.keys() == {"README.md", f"model-{format[5:].upper()}.gguf"}

@@ -46,12 +46,12 @@ def spoil(folder: Path, name: str, change) -> None:
 
 def test_an_export_passes(source, exported: Path) -> None:
     seen: list[tuple[int, int]] = []
-    found = verified(source, exported, BITNET, lambda *now: seen.append(now))
-    assert found.failures == []
-    assert found.tokens > 300
-    assert found.reader.startswith("transformers ")
-    assert found.bound == pytest.approx(0.002 * 2**0.5, rel=0.05)
-    assert seen[-1] == (2 * found.tokens, 2 * found.tokens)
+    verification = verified(source, exported, BITNET, lambda *now: seen.append(now))
+    assert verification.failures == []
+    assert verification.tokens > 300
+    assert verification.reader.startswith("transformers ")
+    assert verification.bound == pytest.approx(0.002 * 2**0.5, rel=0.05)
+    assert seen[-1] == (2 * verification.tokens, 2 * verification.tokens)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_the_text_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text("some words to predict " * 40)
     config = dataclasses.replace(BITNET, text=str(text), verify_tokens=50)
-    found = verified(source, exported, config)
-    assert (found.text, found.tokens) == ("words.txt", 50)
+    verification = verified(source, exported, config)
+    assert (verification.text, verification.tokens) == ("words.txt", 50)
     text.write_text("")
     with pytest.raises(UserError):
         export(source.folder, tmp_path / "no", dataclasses.replace(config, verify=True))

@@ -117,8 +117,8 @@ def test_a_packed_model_comes_back_as_it_was(packed, tmp_path: Path, name: str, 
 def engine_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     engine = Engine.load(folder, head="stored", kv_cache="float32", threads=1)
     try:
-        (found,) = engine.forward([(engine.new_sequence(), tokens)], logits="all")
-        return found
+        (logits,) = engine.forward([(engine.new_sequence(), tokens)], logits="all")
+        return logits
     finally:
         engine.close()
 
@@ -129,13 +129,10 @@ def centred(values: np.ndarray) -> np.ndarray:
 
 
 def llama_cpp_logits(file: Path, tokens: np.ndarray) -> np.ndarray:
-    from sparse_bitnet.export.verify import LlamaCppReader
+    from sparse_bitnet.export.verify import llama_cpp_reader
 
-    reader = LlamaCppReader(file, 64)
-    try:
+    with llama_cpp_reader(file, 64) as reader:
         return centred(reader.log_probabilities(tokens).numpy())
-    finally:
-        reader.close()
 
 
 @pytest.mark.parametrize("name", IN_LLAMA_CPP)
@@ -150,11 +147,11 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
         name, format="ternary-2:4", hidden_size=72, intermediate_size=100, **heads, **own
     )
     tokens = np.arange(1, 33) * 7 % 392
-    found = llama_cpp_logits(written(folder, tmp_path / "out", "tq2_0"), tokens)
+    theirs = llama_cpp_logits(written(folder, tmp_path / "out", "tq2_0"), tokens)
     export(folder, tmp_path / "dense", ExportConfig(format="dense", embeddings="f32"))
     with torch.no_grad():
         expected = load_reference(tmp_path / "dense")(torch.tensor(tokens)[None]).logits[0].numpy()
-    error = np.linalg.norm(found - centred(expected), axis=-1)
+    error = np.linalg.norm(theirs - centred(expected), axis=-1)
     error = error / np.linalg.norm(centred(expected), axis=-1)
     assert error.max() < 5e-3
 
@@ -231,8 +228,7 @@ def test_a_sentence_piece_tokenizer_comes_back(packed, tmp_path: Path) -> None:
     assert [back.encode(text) for text in texts] == expected
     assert [back.decode(ids) for ids in expected] == list(texts)
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds llama.cpp")
-    from sparse_bitnet.export.verify import LlamaCppReader
+    from sparse_bitnet.export.verify import llama_cpp_reader
 
-    reader = LlamaCppReader(file, 64)
-    assert [reader.tokenise(text) for text in texts] == expected
-    reader.close()
+    with llama_cpp_reader(file, 64) as reader:
+        assert [reader.tokenise(text) for text in texts] == expected

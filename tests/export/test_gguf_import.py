@@ -236,9 +236,9 @@ def test_the_weights_come_back(
     weights = model.state_dict()
     assert len(source.layers) == 14
     for layer, (_, columns) in source.layers.items():
-        found = source.ternary(layer)
-        assert np.array_equal(found.values(), weights[f"{layer}.weight"]), layer
-        assert found.weight_scale.shape[1] == columns // group
+        ternary = source.ternary(layer)
+        assert np.array_equal(ternary.values(), weights[f"{layer}.weight"]), layer
+        assert ternary.weight_scale.shape[1] == columns // group
     for name in source.others:
         assert np.array_equal(source.read(name), weights[name]), name
     skeleton: Any = source.model()
@@ -281,9 +281,9 @@ def test_a_file_of_an_export_comes_back_as_it_was(wide_checkpoint: Path, tmp_pat
     assert written["chat_template"] == config["chat_template"]
     ends = json.loads((tmp_path / "packed" / "generation_config.json").read_text())
     assert ends["eos_token_id"] == [0, 7, 300]
-    found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    imported = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
     expected = logits(from_pretrained(checkpoint, dtype=torch.float32))
-    assert (found - expected).norm() < 2e-3 * expected.norm()
+    assert (imported - expected).norm() < 2e-3 * expected.norm()
 
 
 def _tokenizer(writer: Any) -> None:
@@ -377,9 +377,9 @@ def test_an_ordinary_file_is_a_start_and_a_teacher(tmp_path: Path, family: str, 
     theirs = {"config": model.config, "gguf_file": path.name}
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, **theirs).state_dict()
     path = path.rename(tmp_path / "no suffix")
-    found = find_checkpoint(path)
-    assert found.kind == "dense"
-    own = found.load(dtype=torch.float32)
+    stored = find_checkpoint(path)
+    assert stored.kind == "dense"
+    own = stored.load(dtype=torch.float32)
     assert own.state_dict().keys() == expected.keys()
     assert all(torch.equal(own.state_dict()[name], expected[name]) for name in expected)
     student = build_model("", "ternary-6:8", init=path)
@@ -630,8 +630,8 @@ def test_without_a_known_pre_tokenizer_the_vocabulary_tells_and_a_warning_says_s
         "gpt2", [*alphabet, *(merge.replace(" ", "") for merge in merges)], merges=merges
     )
     with pytest.warns(UserWarning, match=r"^model.gguf: its pre-tokenizer is .*, so texts are"):
-        found = read_tokenizer(fields | ({} if pre is None else {"pre": pre}), "model.gguf")
-    assert found.encode("1231 ab.\n").tokens == ["123", "1", "Ġab", ".Ċ"]
+        tokenizer = read_tokenizer(fields | ({} if pre is None else {"pre": pre}), "model.gguf")
+    assert tokenizer.encode("1231 ab.\n").tokens == ["123", "1", "Ġab", ".Ċ"]
 
 
 @pytest.mark.parametrize("model", [None, 7, "t5", ["gpt2"]])
@@ -677,17 +677,17 @@ def test_tokenizers_are_read_as_transformers_reads_them(pre: str) -> None:
     expected, _ = convert_gguf_tokenizer(
         "llama", {names.get(key, key): value for key, value in fields.items()}
     )
-    found = read_tokenizer(fields, "model.gguf")
+    read = read_tokenizer(fields, "model.gguf")
     texts = ["The thing, the  inn\n\n12345 don't\t", "", " naïve <think> Ünï<|endoftext|>ann 東京"]
     if pre == "llama":
         # Transformers puts no space before one, nor after a special token; SentencePiece does.
         texts.pop()
         for text in (" the", "<|endoftext|> the"):
-            assert found.encode(text).tokens[-2:] == ["▁", "▁the"]
-        assert found.encode("the<think>the").tokens == ["▁the", "<think>", "▁the"]
+            assert read.encode(text).tokens[-2:] == ["▁", "▁the"]
+        assert read.encode("the<think>the").tokens == ["▁the", "<think>", "▁the"]
     for text in texts:
-        ids = found.encode(text, add_special_tokens=False).ids
+        ids = read.encode(text, add_special_tokens=False).ids
         assert ids == expected.encode(text, add_special_tokens=False).ids
         for skip in (True, False):
             decoded = expected.decode(ids, skip_special_tokens=skip)
-            assert found.decode(ids, skip_special_tokens=skip) == decoded
+            assert read.decode(ids, skip_special_tokens=skip) == decoded

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.gguf_vocabulary import TokenType, read_vocabulary
+from sparse_bitnet.export.gguf_vocabulary import TokenType, add_vocabulary
 
 
 @pytest.fixture
@@ -32,16 +33,23 @@ def changed(checkpoint: Path, tmp_path: Path):
     return change
 
 
+def read_vocabulary(folder: Path) -> dict[str, Any]:
+    """The metadata of a folder's tokenizer, without what all keys begin with."""
+    add_vocabulary(writer := GGUFWriter("unused", "qwen2"), folder, 392)
+    fields = writer.kv_data[0].items()
+    return {key.removeprefix("tokenizer.ggml."): field.value for key, field in fields}
+
+
 def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path) -> None:
-    vocabulary = read_vocabulary(checkpoint, 392)
-    assert vocabulary.pre_tokenizer == "qwen2"
-    assert len(vocabulary.tokens) == len(vocabulary.types) == 392
+    vocabulary = read_vocabulary(checkpoint)
+    assert vocabulary["pre"] == "qwen2"
+    assert len(vocabulary["tokens"]) == len(vocabulary["token_type"]) == 392
     for token, index in load_tokenizer(checkpoint).get_vocab().items():
-        assert vocabulary.tokens[index] == token
-    assert vocabulary.types[0] == TokenType.CONTROL
-    assert vocabulary.types[1] == TokenType.NORMAL
-    assert vocabulary.types[-1] == TokenType.UNUSED
-    assert vocabulary.tokens[-1] == "[PAD391]"
+        assert vocabulary["tokens"][index] == token
+    assert vocabulary["token_type"][0] == TokenType.CONTROL
+    assert vocabulary["token_type"][1] == TokenType.NORMAL
+    assert vocabulary["token_type"][-1] == TokenType.UNUSED
+    assert vocabulary["tokens"][-1] == "[PAD391]"
 
 
 def test_added_tokens_that_are_not_special(changed) -> None:
@@ -52,21 +60,23 @@ def test_added_tokens_that_are_not_special(changed) -> None:
     path = folder / "tokenizer_config.json"
     more = {"pad_token": "<1>", "bos_token": "<new>", "add_bos_token": True}
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | more))
-    vocabulary = read_vocabulary(folder, 392)
-    assert vocabulary.tokens[384:387] == ["<0>", "<1>", "<new>"]
-    assert vocabulary.types[384:388] == [
+    vocabulary = read_vocabulary(folder)
+    assert vocabulary["tokens"][384:387] == ["<0>", "<1>", "<new>"]
+    assert vocabulary["token_type"][384:388] == [
         *(TokenType.USER_DEFINED, TokenType.CONTROL),
         *(TokenType.CONTROL, TokenType.UNUSED),
     ]
-    assert vocabulary.special == {"bos": 386, "eos": 0, "pad": 385}
-    assert vocabulary.surrounds == {"bos": False, "eos": False}, "the engine, too, adds none"
+    ids = [vocabulary.get(f"{name}_token_id") for name in ("bos", "eos", "padding", "unknown")]
+    assert ids == [386, 0, 385, None]
+    added = [vocabulary["add_bos_token"], vocabulary["add_eos_token"]]
+    assert added == [False, False], "the engine, too, adds none"
 
 
 def test_more_ends_of_a_text_than_gguf_names_are_refused(changed) -> None:
     folder = changed()
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
     with pytest.raises(UserError, match="4 tokens end its texts, of which GGUF names 3"):
-        read_vocabulary(folder, 392)
+        read_vocabulary(folder)
 
 
 @pytest.mark.parametrize("around", [("", ""), ("", "<|endoftext|>"), ("a", "")])
@@ -83,9 +93,10 @@ def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> Non
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | contrary))
     if first:
         with pytest.raises(UserError, match="other tokens around a text than bos and eos"):
-            read_vocabulary(folder, 392)
+            read_vocabulary(folder)
     else:
-        assert read_vocabulary(folder, 392).surrounds == {"bos": False, "eos": bool(last)}
+        vocabulary = read_vocabulary(folder)
+        assert [vocabulary["add_bos_token"], vocabulary["add_eos_token"]] == [False, bool(last)]
 
 
 @pytest.mark.parametrize("row", PRE_TOKENIZERS, ids=lambda row: row.names[0])
@@ -97,8 +108,8 @@ def test_a_pre_tokenizer_comes_back_by_its_name(changed, row) -> None:
     content = json.loads(own.to_str())
     model = {"ignore_merges": content["model"]["ignore_merges"]}
     folder = changed(pre_tokenizer=content["pre_tokenizer"], normalizer=None, model=model)
-    found = read_vocabulary(folder, 392).pre_tokenizer
-    again = next(each for each in PRE_TOKENIZERS if found in each.names)
+    name = read_vocabulary(folder)["pre"]
+    again = next(each for each in PRE_TOKENIZERS if name in each.names)
     assert again[1:3] == row[1:3]
 
 
@@ -122,25 +133,25 @@ def test_pre_tokenizers_as_published_tokenizers_spell_them(changed, steps, name)
     folder = changed(pre_tokenizer=pre_tokenizer, normalizer=None)
     if name is None:
         with pytest.raises(UserError, match="is not one of those that the GGUF export knows"):
-            read_vocabulary(folder, 392)
+            read_vocabulary(folder)
         return
-    assert read_vocabulary(folder, 392).pre_tokenizer == name
+    assert read_vocabulary(folder)["pre"] == name
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["1 2", "Ġ 1", "Ġ a", "Â ½", "Ċ Ċ"]
     tokens = [*alphabet, *(merge.replace(" ", "") for merge in merges)]
     fields = {"model": "gpt2", "pre": name, "tokens": tokens, "merges": merges}
-    found = read_tokenizer(fields, "model.gguf")
-    expected = Tokenizer.from_str(found.to_str())
+    read = read_tokenizer(fields, "model.gguf")
+    expected = Tokenizer.from_str(read.to_str())
     expected.pre_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
     for text in ("a12 12 1½ ½ 3٣ aⅧ\n\n 1", "it's 1'2 a\n\n\n1a"):
-        assert found.encode(text).tokens == expected.encode(text).tokens
+        assert read.encode(text).tokens == expected.encode(text).tokens
 
 
 def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
     step = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
     folder = changed(pre_tokenizer=step, normalizer=None, model={"byte_fallback": True})
     with pytest.warns(UserWarning, match="also puts a space before texts that begin with one"):
-        assert read_vocabulary(folder, 392).adds_space
+        assert read_vocabulary(folder)["add_space_prefix"]
 
 
 @pytest.mark.parametrize(
@@ -158,4 +169,4 @@ def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
 )
 def test_what_llama_cpp_would_read_differently_is_refused(changed, changes, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_vocabulary(changed(**changes), 392)
+        read_vocabulary(changed(**changes))

@@ -13,9 +13,8 @@ from factories import changed, tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_checkpoint import check_folder_format, export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.folder_formats import check
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes
@@ -37,7 +36,7 @@ def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None
     name = "model.layers.0.mlp.up_proj"
     other = changed(source, layers=source.layers | {name: (190, 64)})
     with pytest.raises(UserError, match=rf"layer {name} has 190 rows.*compressed-tensors-w8a8"):
-        check(other, "bitnet")
+        check_folder_format(other, "bitnet")
 
 
 @pytest.mark.parametrize(("embeddings", "bound"), [("f32", 2e-5), ("bf16", 0.02)])
@@ -45,10 +44,10 @@ def test_transformers_reads_it(
     checkpoint: Path, tmp_path: Path, embeddings: str, bound: float
 ) -> None:
     config = ExportConfig(format="bitnet", embeddings=embeddings, verify=True)
-    found = export(checkpoint, tmp_path / "out", config).verification
-    assert found is not None
-    assert found.failures == []
-    assert found.mean_difference < bound
+    verification = export(checkpoint, tmp_path / "out", config).verification
+    assert verification is not None
+    assert verification.failures == []
+    assert verification.mean_difference < bound
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])

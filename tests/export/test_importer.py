@@ -78,11 +78,11 @@ def test_exports_come_back(checkpoint: Path, tmp_path: Path, format: str) -> Non
     ids = torch.arange(32)[None]
     with torch.no_grad():
         expected = from_pretrained(checkpoint)(ids).logits
-        found = from_pretrained(tmp_path / "back")(ids).logits
+        logits = from_pretrained(tmp_path / "back")(ids).logits
     if format == "bitnet":
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=0.01)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(logits, expected)
 
 
 def test_packing_at_once_writes_what_packing_masters_writes(
@@ -149,8 +149,8 @@ def test_autobitlinear_bias_included(checkpoint: Path, tmp_path: Path) -> None:
     import_checkpoint(folder, tmp_path / "back")
     ids = torch.arange(32)[None]
     with torch.no_grad():
-        found = from_pretrained(tmp_path / "back")(ids).logits
-    torch.testing.assert_close(found, loaded_by_transformers(folder, ids), rtol=0, atol=0.01)
+        logits = from_pretrained(tmp_path / "back")(ids).logits
+    torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.01)
 
 
 def test_published_masters_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_published_masters_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None
     assert all(torch.equal(stored[name], master.float()) for name, master in masters.items())
     ids = torch.arange(32)[None]
     with torch.no_grad():
-        found = from_pretrained(tmp_path / "back")(ids).logits
-    torch.testing.assert_close(found, loaded_by_transformers(folder, ids), rtol=0, atol=0.02)
+        logits = from_pretrained(tmp_path / "back")(ids).logits
+    torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.02)
 
 
 def test_the_architecture_of_bitnet_b1_58(tmp_path: Path) -> None:

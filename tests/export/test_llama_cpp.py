@@ -22,21 +22,21 @@ def test_a_trained_model_predicts_the_same(
     text = tmp_path / "text.txt"
     text.write_text(python_text[-6000:])
     config = ExportConfig(format=format, verify=True, text=str(text), verify_tokens=1024)
-    found = export(wide_checkpoint, tmp_path / "out", config).verification
-    assert found is not None
-    assert found.failures == []
-    assert found.same_token_ids
-    assert abs(found.perplexity_difference) < 0.01
-    assert found.same_best_token > 0.95
-    assert found.perplexity < 100, "not trained: every model would agree"
+    verification = export(wide_checkpoint, tmp_path / "out", config).verification
+    assert verification is not None
+    assert verification.failures == []
+    assert verification.same_token_ids
+    assert abs(verification.perplexity_difference) < 0.01
+    assert verification.same_best_token > 0.95
+    assert verification.perplexity < 100, "not trained: every model would agree"
 
 
 @pytest.mark.parametrize("embeddings", ["q8_0", "bf16"])
 def test_other_embeddings_and_rows_of_64(checkpoint: Path, tmp_path: Path, embeddings: str) -> None:
     config = ExportConfig(format="gguf-q2_0", embeddings=embeddings, verify=True)
-    found = export(checkpoint, tmp_path / "out", config).verification
-    assert found is not None
-    assert found.failures == []
+    verification = export(checkpoint, tmp_path / "out", config).verification
+    assert verification is not None
+    assert verification.failures == []
 
 
 def test_the_gpt_2_pre_tokenizer_is_the_same_there(

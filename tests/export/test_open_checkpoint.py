@@ -14,9 +14,8 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_checkpoint import check_folder_format, export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.folder_formats import check
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
 
@@ -102,7 +101,7 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
     weight = source.effective(name)
     assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
     with pytest.raises(UserError, match="full-2:4: bitnet holds ternary weights; use --to dense"):
-        check(source, "bitnet")
+        check_folder_format(source, "bitnet")
 
 
 def test_what_is_no_checkpoint_of_ours_is_refused(edited, tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def test_ternary_floats(tmp_path: Path, family: str, scales_of: Any, dtype: torc
         ternary = packed.ternary(layer)
         assert torch.equal(ternary.values(), model.state_dict()[f"{layer}.weight"])
         assert ternary.weight_scale.dtype in (torch.float32, dtype)
-    found = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    imported = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
     engine = Engine.load(tmp_path / "packed", head="stored", kv_cache="float32", threads=1)
     (computed,) = engine.forward([(engine.new_sequence(), list(range(32)))], logits="all")
     engine.close()
-    assert typical_error(computed, found.numpy()) < 1e-5
-    assert (found - logits(model)).norm() < 0.05 * logits(model).norm()
+    assert typical_error(computed, imported.numpy()) < 1e-5
+    assert (imported - logits(model)).norm() < 0.05 * logits(model).norm()
 
 
 def test_only_the_beginning_is_ternary(tmp_path: Path) -> None:
@@ -210,10 +210,10 @@ def test_falcon_e_as_it_is_published(tmp_path: Path, head_dim: int, revision: st
         "bitnet" if revision == "main" else "ternary floats",
         14,
     )
-    found = open_checkpoint(tmp_path / "packed", "packed")
-    for layer in found.layers:
+    checkpoint = open_checkpoint(tmp_path / "packed", "packed")
+    for layer in checkpoint.layers:
         assert torch.equal(
-            found.ternary(layer).values().bfloat16(), model.state_dict()[f"{layer}.weight"]
+            checkpoint.ternary(layer).values().bfloat16(), model.state_dict()[f"{layer}.weight"]
         )
     expected = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
     options: dict[str, Any] = {"head": "stored", "kv_cache": "float32", "threads": 1}

@@ -42,9 +42,9 @@ def with_ternary_tables(group: int, **changes: Any) -> Any:
 
 def forward(folder: Path, logits: Any, **options: Any) -> np.ndarray:
     engine = Engine.load(folder, **(OPTIONS | options))
-    (found,) = engine.forward([(engine.new_sequence(), TOKENS)], logits=logits)
+    (logits,) = engine.forward([(engine.new_sequence(), TOKENS)], logits=logits)
     engine.close()
-    return found
+    return logits
 
 
 def reference_logits(table: TernaryWeight, hidden: np.ndarray, group: int) -> np.ndarray:

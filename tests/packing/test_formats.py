@@ -15,7 +15,6 @@ from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.packing import formats
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
-    auto_format,
     check_layout,
     needs_exact,
     row_bytes,
@@ -64,13 +63,13 @@ def packed_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_constants_are_those_of_the_header() -> None:
     header = (CSRC / "packed_format.h").read_text()
-    found = {
+    constants = {
         name.upper(): eval(value.replace("std::int64_t", "int"))
         for name, value in CONSTANT.findall(header)
     }
-    assert found.pop("MAX_GROUP") == MAX_GROUP
+    assert constants.pop("MAX_GROUP") == MAX_GROUP
     ours = {name: value for name, value in vars(formats).items() if type(value) is int}
-    assert found == ours
+    assert constants == ours
 
 
 @pytest.mark.parametrize(("format", "pattern", "in_features"), CASES)
@@ -104,14 +103,8 @@ def test_header_reads_what_python_packs(
     ],
 )
 def test_bits_of_a_weight(format: str, pattern: str, in_features: int, bits: float) -> None:
-    found = 8 * row_bytes(format, NMPattern.parse(pattern), in_features) / in_features
-    assert found == pytest.approx(bits, abs=0.01)
-
-
-def test_auto_takes_the_smallest_that_loads_quickly() -> None:
-    for pattern in ("8:8", "6:8", "2:4", "3:5"):
-        assert auto_format(NMPattern.parse(pattern)) == "b3"
-        assert auto_format(NMPattern.parse(pattern), exact=True) == "b3"
+    stored_bits = 8 * row_bytes(format, NMPattern.parse(pattern), in_features) / in_features
+    assert stored_bits == pytest.approx(bits, abs=0.01)
 
 
 def test_rows_that_are_too_long_or_too_short_are_refused() -> None:

@@ -56,10 +56,10 @@ def test_unpacking(random_codes, block: BlockType, rows, blocks, seed, scale) ->
     codes = random_codes(rows, block.codes * blocks, seed).numpy()
     packed = block.pack(codes, scale)
     assert packed.size == block.tensor_bytes(*codes.shape)
-    found, found_scales = block.unpack(packed.reshape(-1), *codes.shape)
-    assert np.array_equal(found, codes)
-    assert found_scales.shape == (rows, blocks)
-    assert (found_scales == np.float16(scale)).all()
+    read, read_scales = block.unpack(packed.reshape(-1), *codes.shape)
+    assert np.array_equal(read, codes)
+    assert read_scales.shape == (rows, blocks)
+    assert (read_scales == np.float16(scale)).all()
 
 
 def named(name: str) -> BlockType:
@@ -123,6 +123,6 @@ def test_stq1_0_of_another_writer() -> None:
         data[block, 40:] = scales[block : block + 1].view(np.uint8)
     for type_id in (42, 43):
         (block,) = (b for b in READ_TYPES if (b.name, b.type_id) == ("STQ1_0", type_id))
-        codes, found = block.unpack(data.reshape(-1), 2, 512)
+        codes, stored_scales = block.unpack(data.reshape(-1), 2, 512)
         assert np.array_equal(codes, weight)
-        assert np.array_equal(found.reshape(-1), scales)
+        assert np.array_equal(stored_scales.reshape(-1), scales)

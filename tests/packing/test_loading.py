@@ -24,8 +24,7 @@ from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.export.verify import check_packed
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.packing.codec import pack
-from sparse_bitnet.packing.formats import FORMATS, needs_exact
-from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.formats import FORMATS, PackedMetadata, needs_exact
 from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 
@@ -64,10 +63,7 @@ def test_every_family_and_embedding(trained: Trained, tmp_path: Path, family: st
     source = trained(family, tie_word_embeddings=family != "gpt_neox")
     for embeddings in ("bf16", "int8"):
         pack_checkpoint(source, tmp_path / embeddings, embeddings=embeddings)
-        found = check_packed(source, tmp_path / embeddings)
-        assert found.exact
-        assert 0 < found.largest_difference < 0.1
-        assert 0 < found.kl_divergence < 1e-3
+        assert 0 < check_packed(source, tmp_path / embeddings) < 0.1
 
 
 def test_the_model_holds_packed_layers(packed: Path) -> None:

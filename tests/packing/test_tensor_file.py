@@ -115,7 +115,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not written by sparse-bitnet pack"):
         TensorFile(path)
     path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
-    with pytest.raises(UserError, match="it claims 9,223,372,036,854,775,808 bytes, 2 are there"):
+    with pytest.raises(UserError, match="not written by sparse-bitnet pack"):
         TensorFile(path)
 
 
@@ -167,8 +167,8 @@ def test_a_header_with_the_right_checksum_is_not_trusted_either(
         return
     # Only such changes pass as leave every tensor where and as it was.
     for tensor, expected in TENSORS.items():
-        found = file.tensor(tensor)
-        assert found.numel() * found.itemsize == expected.numel() * expected.itemsize
+        stored = file.tensor(tensor)
+        assert stored.numel() * stored.itemsize == expected.numel() * expected.itemsize
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ def test_floats_come_back_exactly(random_codes: Any, dtype: torch.dtype, group: 
     shape = (6, 512 // group) if group else (1, 1)
     scales = (torch.rand(shape) + 0.5).to(dtype)
     weight = codes.to(dtype).view(6, scales.shape[1], -1) * scales[..., None]
-    found = ternary_of_floats(weight.reshape(6, 512), "layer")
-    assert found is not None
-    assert torch.equal(found.codes, codes)
-    assert torch.equal(found.values(), weight.reshape(6, 512).float())
-    assert found.weight_scale.shape == (shape if group else ())
-    assert found.weight_scale.dtype == (dtype if group else torch.float32)
+    ternary = ternary_of_floats(weight.reshape(6, 512), "layer")
+    assert ternary is not None
+    assert torch.equal(ternary.codes, codes)
+    assert torch.equal(ternary.values(), weight.reshape(6, 512).float())
+    assert ternary.weight_scale.shape == (shape if group else ())
+    assert ternary.weight_scale.dtype == (dtype if group else torch.float32)
 
 
 def test_all_zero_runs_rows_and_matrices(random_codes: Any) -> None:
@@ -30,10 +30,10 @@ def test_all_zero_runs_rows_and_matrices(random_codes: Any) -> None:
     codes[1], codes[2, :128] = 0, 0
     zero = torch.zeros(4, 2)
     scales = torch.tensor([0.5, 0.5])
-    found = with_fewest_scales(
+    ternary = with_fewest_scales(
         codes, torch.where(codes.view(4, 2, 128).any(-1), scales, zero), "layer"
     )
-    assert found.weight_scale == 0.5
+    assert ternary.weight_scale == 0.5
     nothing = with_fewest_scales(codes * 0, zero, "layer")
     assert nothing.weight_scale == 1
     assert not nothing.values().any()
@@ -41,9 +41,9 @@ def test_all_zero_runs_rows_and_matrices(random_codes: Any) -> None:
 
 def test_negative_scales_turn_the_codes(random_codes: Any) -> None:
     codes = random_codes(4, 256, 0)
-    found = with_fewest_scales(codes, torch.tensor([[-0.5]]), "layer")
-    assert found.weight_scale == 0.5
-    assert torch.equal(found.codes, -codes)
+    ternary = with_fewest_scales(codes, torch.tensor([[-0.5]]), "layer")
+    assert ternary.weight_scale == 0.5
+    assert torch.equal(ternary.codes, -codes)
 
 
 def test_floats_that_are_not_ternary() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from transformers import BloomConfig, BloomForCausalLM
 
 from factories import tiny_model
@@ -29,7 +30,7 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate as evaluation
-from sparse_bitnet.export.gguf_vocabulary import read_vocabulary
+from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.generation.open_model import end_tokens
 from sparse_bitnet.layer_config import SparseBitConfig
@@ -143,8 +144,10 @@ def test_what_ends_an_answer_ends_texts_of_the_model(
     assert ("the model will not stop" in capsys.readouterr().err) == warns
     pack_checkpoint(final, tmp_path / "packed")
     assert end_tokens(tmp_path / "packed") == {*wanted}
-    named = read_vocabulary(final, 304).special
-    assert {named[name] for name in ("eos", "eot", "eom") if name in named} == {*wanted}
+    add_vocabulary(writer := GGUFWriter("unused", "qwen2"), final, 304)
+    fields = writer.kv_data[0]
+    keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
+    assert {fields[key].value for key in keys if key in fields} == {*wanted}
 
 
 def long_questions(chats: Path, folder: Path, words: int) -> Path:

@@ -20,9 +20,8 @@ from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
-from sparse_bitnet.packing.metadata import PackedMetadata
-from sparse_bitnet.packing.rows import ROWS
+from sparse_bitnet.packing.codec import ROWS
+from sparse_bitnet.packing.formats import PackedMetadata, check_layout, needs_exact, row_bytes
 from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import find_preset

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, read_json_if_there
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.formats import PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, FLOATS, TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern

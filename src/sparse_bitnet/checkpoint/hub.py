@@ -7,6 +7,7 @@ config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseB
 bit; the master weights are stored, so training can continue from there. Packed folders load alike.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
 from sparse_bitnet.nn.convert import FORMAT_VERSION, convert_, quantization_config, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.packing.metadata import QUANT_METHOD, check_version
+from sparse_bitnet.packing.formats import QUANT_METHOD, check_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -127,7 +128,13 @@ def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Pat
     # A base model without its head has the same names less the prefix.
     prefix = f"{model.base_model_prefix}."
     dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-    convert_(model, read_format(entry), lambda module, name: name.removeprefix(prefix) not in dense)
+    with warnings.catch_warnings(action="ignore"):
+        convert_(
+            model,
+            read_format(entry),
+            lambda module, name: name.removeprefix(prefix) not in dense,
+            allow_partial=True,
+        )
     _check_weights(model, files)
 
 

@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.model_folder import (
 )
 from sparse_bitnet.checkpoint.weight_files import refuse_wrapped
 from sparse_bitnet.errors import UserError, library_errors_as
-from sparse_bitnet.packing.metadata import QUANT_METHOD
+from sparse_bitnet.packing.formats import QUANT_METHOD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -19,7 +19,7 @@ from sparse_bitnet.checkpoint.model_folder import (
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.packing.metadata import QUANT_METHOD
+from sparse_bitnet.packing.formats import QUANT_METHOD
 
 _READERS = {
     "sparse_bitnet": ("trained", "trained.TrainedCheckpoint"),

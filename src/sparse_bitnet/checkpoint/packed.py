@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.formats import scale_group
-from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.formats import PackedMetadata, scale_group
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern

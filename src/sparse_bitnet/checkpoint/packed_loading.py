@@ -18,8 +18,7 @@ from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, check_folder
 from sparse_bitnet.checkpoint.packed import check_scales, check_scales_entry, ternary_table
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.packed_linear import PackedSparseBitLinear
-from sparse_bitnet.packing.formats import row_bytes
-from sparse_bitnet.packing.metadata import PackedMetadata
+from sparse_bitnet.packing.formats import PackedMetadata, row_bytes
 from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.pattern import NMPattern
 

@@ -12,15 +12,9 @@ from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 
 def main(arguments: list[str]) -> None:
     """Export a checkpoint; exit code 2 when a verification is out of bounds."""
-    formats = "\n".join(
-        f"- {name}: {info.summary} ({info.readers})" for name, info in FORMATS.items()
-    )
-    parse(
-        run,
-        arguments,
-        prog="sparse-bitnet export",
-        description=f"Write a trained model in a format that other tools read.\n\n{formats}",
-    )
+    lines = (f"- {name}: {summary} ({readers})" for name, (summary, readers) in FORMATS.items())
+    text = "Write a trained model in a format that other tools read.\n\n" + "\n".join(lines)
+    parse(run, arguments, prog="sparse-bitnet export", description=text)
 
 
 def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) -> None:
@@ -32,13 +26,11 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
         config: format and options.
     """
     from rich.console import Console
-    from rich.table import Table
 
     from sparse_bitnet.export.export_checkpoint import export
     from sparse_bitnet.progress import Progress
 
-    console = Console(markup=False)
-    with Progress(console) as lines:
+    with Progress(Console(markup=False)) as lines:
         result = export(
             checkpoint,
             out,
@@ -46,15 +38,14 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
             on_progress=lines.line(f"writing {config.format}", "MB", 1e6),
             on_verified=lines.line("comparing", "tokens"),
         )
-    print(f"{result.folder}: {config.format}, {result.nbytes / 1e6:,.1f} MB")
+    print(f"{out}: {config.format}, {result.nbytes / 1e6:,.1f} MB")
     if result.warning:
         print(f"note: {result.warning}")
     if result.verification is None:
         return
-    table = Table(title="Export against trained model", show_header=False)
-    for row in result.verification.rows():
-        table.add_row(*row)
-    console.print(table)
+    print("export against trained model")
+    for name, value in result.verification.rows():
+        print(f"  {name:<16} {value}")
     if failures := result.verification.failures:
         raise UserError(f"{out}: verification failed: {', '.join(failures)}")
 
@@ -76,11 +67,7 @@ class ImportConfig:
 
 
 @command("import")
-def import_(
-    checkpoint: CheckpointArgument,
-    out: OutArgument,
-    config: ImportConfig,
-) -> None:
+def import_(checkpoint: CheckpointArgument, out: OutArgument, config: ImportConfig) -> None:
     """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
     masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that
     are ternary, or a GGUF file with ternary weights.
@@ -108,4 +95,4 @@ def import_(
             embeddings=config.embeddings,
             on_progress=lines.line("importing", "MB", 1e6),
         )
-    print(f"{result.folder}: {result.layers} layers of {result.kind} as {result.format}")
+    print(f"{out}: {result.layers} layers of {result.kind} as {result.format}")

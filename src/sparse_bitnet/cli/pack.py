@@ -9,10 +9,7 @@ from sparse_bitnet.cli.arguments import CheckpointArgument, command
 from sparse_bitnet.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sparse_bitnet.export.pack_checkpoint import PackedSize, PackResult
-    from sparse_bitnet.export.verify import PackCheck
+    from sparse_bitnet.export.pack_checkpoint import PackedSize
 
 
 @dataclass(kw_only=True)
@@ -53,14 +50,13 @@ def main(
     from sparse_bitnet.export.verify import check_packed
     from sparse_bitnet.progress import Progress
 
-    console = Console(markup=False)
     if config.dry_run:
         refuse_unused(config, ("packed_format", "check"), "--dry-run prints every format")
-        _print_sizes(console, packed_sizes(checkpoint, embeddings=config.embeddings))
+        _print_sizes(packed_sizes(checkpoint, embeddings=config.embeddings))
         return
     if out is None:
         raise UserError("pack: name OUT, the folder to write, or add --dry-run")
-    with Progress(console) as progress:
+    with Progress(console := Console(markup=False)) as progress:
         packed = pack_checkpoint(
             checkpoint,
             out,
@@ -68,59 +64,41 @@ def main(
             embeddings=config.embeddings,
             progress=progress.line("packing", "M weights", 1e6),
         )
-    _print_result(console, packed)
+    _print_result(packed)
+    print(f"{out} written")
     if config.check:
         try:
             with console.status("comparing with the trained model"):
-                found = check_packed(checkpoint, out)
-            _print_check(found, out)
-        except UserError:
+                moved = check_packed(checkpoint, out)
+        except UserError as error:
             shutil.rmtree(out)
-            raise
+            raise UserError(f"{error}; {out} is removed") from error
+        print(
+            "loaded back: logits of 128 tokens equal the trained model's bit for bit, given the stored "
+            f"embeddings; storing those moves logits by at most {moved:.3g}"
+        )
 
 
-def _print_result(console: "Console", packed: "PackResult") -> None:
-    from rich.table import Table
-
+def _print_result(packed: "PackedSize") -> None:
     metadata = packed.metadata
+    bits = 8 * packed.weight_bytes / metadata.weights
     others = packed.file_bytes - packed.weight_bytes - packed.embedding_bytes
-    table = Table(title=f"Packed {metadata.format} as {metadata.packed_format}")
-    table.add_column("part")
-    table.add_column("bytes", justify="right")
-    table.add_row(
-        f"{metadata.weights:,} ternary weights, {8 * packed.weight_bytes / metadata.weights:.4f} bits "
-        "each",
-        f"{packed.weight_bytes:,}",
-    )
-    table.add_row(f"embeddings, {metadata.embeddings}", f"{packed.embedding_bytes:,}")
-    table.add_row("norms, biases, header", f"{others:,}")
-    table.add_row("model.safetensors", f"{packed.file_bytes:,}", style="bold")
-    console.print(table)
-    print(f"{packed.folder} written in {packed.seconds:.1f} s")
+    print(f"Packed {metadata.format} as {metadata.packed_format}")
+    for count, part in (
+        (packed.weight_bytes, f"{metadata.weights:,} ternary weights, {bits:.4f} bits each"),
+        (packed.embedding_bytes, f"embeddings, {metadata.embeddings}"),
+        (others, "norms, biases, header"),
+        (packed.file_bytes, "model.safetensors"),
+    ):
+        print(f"{count:>15,} bytes  {part}")
 
 
-def _print_sizes(console: "Console", sizes: list["PackedSize"]) -> None:
-    from rich.table import Table
-
+def _print_sizes(sizes: list["PackedSize"]) -> None:
     first = sizes[0].metadata
-    table = Table(title=f"{first.format}, embeddings {first.embeddings}")
-    for column in ("format", "bits a weight", "MB of weights", "MB of the file"):
-        table.add_column(column, justify="left" if column == "format" else "right")
+    print(f"{first.format}, embeddings {first.embeddings}")
+    print("format         bits a weight  MB of weights  MB of the file")
     for size in sizes:
         name = size.metadata.packed_format + (" (auto)" if size is sizes[0] else "")
-        megabytes = (f"{count / 1e6:,.1f}" for count in (size.weight_bytes, size.total_bytes))
-        table.add_row(name, f"{8 * size.weight_bytes / first.weights:.4f}", *megabytes)
-    console.print(table)
-
-
-def _print_check(found: "PackCheck", out: str) -> None:
-    if not found.exact:
-        raise UserError(
-            f"{out} would not compute what the trained model computes (logits differ by up to "
-            f"{found.largest_difference:.3g}) and is removed: report this as a defect"
-        )
-    print(
-        f"loaded back: logits of {found.tokens} tokens equal the trained model's bit for bit, given "
-        f"the stored embeddings; storing those moves logits by at most {found.largest_difference:.3g} "
-        f"(KL divergence {found.kl_divergence:.2g} nats)"
-    )
+        bits = 8 * size.weight_bytes / first.weights
+        megabytes = (size.weight_bytes / 1e6, size.file_bytes / 1e6)
+        print("{:<14} {:>13.4f} {:>14,.1f} {:>15,.1f}".format(name, bits, *megabytes))

@@ -11,12 +11,12 @@ from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.packing.formats import (
     SCALE_GROUPS,
+    PackedMetadata,
     check_layout,
     needs_exact,
     row_bytes,
     scale_group,
 )
-from sparse_bitnet.packing.metadata import PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 from sparse_bitnet.pattern import NMPattern
 

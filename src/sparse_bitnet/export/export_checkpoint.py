@@ -3,22 +3,45 @@
 
 Everything that can be refused from names and shapes is refused before the first byte is written; the
 files appear under their name when all of them are complete.
+
+Formats that are a Hugging Face folder:
+
+bitnet is what transformers reads natively, for any architecture: four codes a byte (`pack_row_planes`).
+The `bitlinear` class divides its output by `weight_scale`, which therefore holds the reciprocal of our
+scale; `autobitlinear` would multiply, but the bias too, which breaks q, k and v of Qwen2. In "offline"
+mode nothing is quantised again when loading.
+
+compressed-tensors is what vLLM reads, and transformers with the package of that name. W2A8
+`pack-quantized`: `weight_packed` int32 (`pack_words`). W8A8 `int-quantized`: `weight` int8, four times
+larger but read by every vLLM since mid-2024. Both hold one scale per row, often the same for all, in
+float32 whatever the dtype of the rest: readers that compute in another one cast it. No
+`sparsity_config`: current readers refuse it.
+
+dense holds codes * scale, for tools that know no ternary format. Such a tool multiplies with
+unquantised activations, so its logits differ from ours by the rounding of activations that ours does.
+One that quantises the weights to ternary again gets the scale wrong, because the zeros enter its mean (a
+factor of 0.65 for a 6:8 Gaussian); hence the warning.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, stored_tensors
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, check_tensors, stored_tensors
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS, write_json
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export import folder_formats, gguf_export
+from sparse_bitnet.export import gguf_export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.hf_folder import (
+    DeferredTensors,
     check_new_folder,
     copy_tokenizer,
+    deferred,
     older_rope,
     plain_config,
     write_generation_config,
@@ -28,16 +51,21 @@ from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.verify import Verification, absent_reader, text_to_verify, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
 from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
+from sparse_bitnet.packing.tensor_file import TensorSpec
+from sparse_bitnet.packing.two_bits import CODES_PER_BYTE, W2A8, W8A8, pack_row_planes, pack_words
 from sparse_bitnet.progress import OnProgress
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DENSE_WARNING = (
+    "these are the effective weights, codes x scale: tools that quantise them again to ternary "
+    "(online bitnet mode, converters to GGUF ternary types) get a wrong scale; export to their "
+    "format from the trained checkpoint instead"
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(NamedTuple):
     """Result of an export."""
 
-    folder: Path
     nbytes: int
     """Size of all files, in bytes."""
     warning: str | None
@@ -84,13 +112,9 @@ def export(
         write_atomic(out / "README.md", card)
     warning = None if block is None else gguf_export.notes(source, block)
     if config.format == "dense" and source.format.weight == "ternary":
-        warning = folder_formats.DENSE_WARNING
-    return Export(
-        folder=out,
-        nbytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
-        warning=warning,
-        verification=verification,
-    )
+        warning = DENSE_WARNING
+    nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    return Export(nbytes, warning, verification)
 
 
 def write(
@@ -106,19 +130,21 @@ def write(
     block = _block(config)
     _check_tensors(source, holds_linear_norms=block is not None)
     if block is None:
-        folder_formats.check(source, config.format)
+        check_folder_format(source, config.format)
     with atomic_folder(out) as folder:
         if block is not None:
             path = folder / gguf_file_name(config.format)
             gguf_export.write(path, source, block, config.embeddings, on_progress)
         else:
             dtype = DTYPES[config.embeddings]
-            tensors = folder_formats.deferred_tensors(source, config.format, dtype)
+            tensors = [_layer(source, name, config.format, dtype) for name in source.layers]
+            for name, shape in source.others.items():
+                tensors.append(deferred(name, dtype, shape, partial(source.read, name)))
             write_safetensors(folder / "model.safetensors", tensors, on_progress)
             values = older_rope(source.config) | plain_config(source.config, dtype)
             values |= {EXPORTED_FORMAT: str(source.format)}
-            if entry := folder_formats.quantization_config(source, config.format):
-                values["quantization_config"] = entry
+            if config.format != "dense":
+                values["quantization_config"] = _quantization_config(source, config.format)
             write_json(folder / "config.json", values)
             copy_tokenizer(source.folder, folder)
             write_generation_config(source.folder, folder)
@@ -131,22 +157,107 @@ def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
     the others, or make up those that are missing."""
     if source.kind != "packed":
         return
-    wanted = {name: tuple(tensor.shape) for name, tensor in stored_tensors(source.model()).items()}
+    wanted = stored_tensors(source.model())
     if holds_linear_norms and LINEAR_NORMS in source.config:
-        wanted |= {f"{name}.norm.weight": (shape[1],) for name, shape in source.layers.items()}
-    stored = source.others | {f"{name}.weight": shape for name, shape in source.layers.items()}
-    for name in sorted(wanted.keys() | stored.keys()):
-        if wanted.get(name) != stored.get(name):
-            shapes = [
-                "not there" if shape is None else list(shape)
-                for shape in (stored.get(name), wanted.get(name))
-            ]
-            raise UserError(
-                f"{source.folder}: {name} is {shapes[0]} in the file and {shapes[1]} in the formats of "
-                "other tools, which follow config.json"
-            )
+        norms = {f"{name}.norm.weight": shape[1] for name, shape in source.layers.items()}
+        wanted |= {name: torch.empty(size, device="meta") for name, size in norms.items()}
+    layers = {f"{name}.weight": shape for name, shape in source.layers.items()}
+    dtypes = source.dtypes | dict.fromkeys((*layers, *source.embeddings), "F32")
+    check_tensors(wanted, source.others | layers, dtypes, source.folder)
 
 
 def _block(config: ExportConfig) -> BlockType | None:
     """Return the block type of a GGUF format, or None for any other format."""
     return BLOCK_TYPES.get(config.format.removeprefix("gguf-").upper())
+
+
+def check_folder_format(source: Checkpoint, format: str) -> None:
+    """Raise `UserError` for a model that a format cannot hold, or computes in another way."""
+    if format == "dense":
+        return
+    is_bitnet = format == "bitnet"
+    target = "bitnet" if is_bitnet else "compressed-tensors"
+    if source.format.weight != "ternary":
+        raise UserError(
+            f"{source.folder} is {source.format}: {target} holds ternary weights; use --to dense"
+        )
+    if source.format.activation != "int8":
+        raise UserError(
+            f"{source.folder} was trained without int8 activations ({source.format}), with which every "
+            f"reader of {target} computes; use --to dense"
+        )
+    for name, group in gguf_export.scale_groups(source).items():
+        if group and (is_bitnet or group != source.layers[name][1]):
+            raise UserError(
+                f"layer {name} has a scale for every {group} weights of a row, {target} one for a "
+                f"{'matrix' if is_bitnet else 'row'}; use --to dense, or `sparse-bitnet pack`"
+            )
+    for name, (rows, _) in source.layers.items():
+        if is_bitnet and rows % CODES_PER_BYTE:
+            raise UserError(
+                f"layer {name} has {rows} rows, not a multiple of {CODES_PER_BYTE} as bitnet needs; "
+                "use --to compressed-tensors-w8a8"
+            )
+
+
+def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> DeferredTensors:
+    """Return the tensors that store a sparse layer's weight in `format`."""
+    shape = source.layers[name]
+    if format == "dense":
+        return deferred(f"{name}.weight", dtype, shape, partial(source.effective, name))
+
+    def make() -> Sequence[Tensor]:
+        ternary = source.ternary(name)
+        tensors = _stored(format, *ternary, dtype)
+        if tensors["weight_scale"].isinf().any():
+            raise UserError(
+                f"layer {name}: bitnet holds one over its weight scale {ternary[1].item():.4g}, "
+                "which is too large for float16; use --embeddings bf16 or f32"
+            )
+        return [*tensors.values()]
+
+    codes = torch.empty(shape, dtype=torch.int8, device="meta")
+    described = _stored(format, codes, torch.empty((), device="meta"), dtype).items()
+    specs = [TensorSpec(f"{name}.{end}", each.dtype, tuple(each.shape)) for end, each in described]
+    return DeferredTensors(tuple(specs), make)
+
+
+def _stored(
+    format: str, codes: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors of a layer in `format`, by the end of their names."""
+    if format == "bitnet":
+        reciprocal = (1 / weight_scale).reshape(1).to(dtype)
+        return {"weight": pack_row_planes(codes), "weight_scale": reciprocal}
+    scales = weight_scale.float().expand(len(codes), 1)
+    if format == "compressed-tensors-w8a8":
+        return {"weight": codes, "weight_scale": scales}
+    shape = torch.tensor(codes.shape, dtype=torch.int64)
+    return {"weight_packed": pack_words(codes), "weight_scale": scales, "weight_shape": shape}
+
+
+def _quantization_config(source: Checkpoint, format: str) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json."""
+    if format == "bitnet":
+        return {
+            "quant_method": "bitnet",
+            "linear_class": "bitlinear",
+            "quantization_mode": "offline",
+            "modules_to_not_convert": source.dense_linears,
+        }
+    stored, num_bits = (W2A8, 2) if format == "compressed-tensors-w2a8" else (W8A8, 8)
+    weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel"}
+    activations = weights | {"num_bits": 8, "strategy": "token", "dynamic": True}
+    group = {
+        "targets": ["Linear"],
+        "format": stored,
+        "weights": weights,
+        "input_activations": activations,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "ignore": source.dense_linears,
+        "config_groups": {"group_0": group},
+    }

@@ -3,9 +3,9 @@
 
 import typing
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, check_least
 
 FormatName = Literal[
     "bitnet",
@@ -20,41 +20,35 @@ FormatName = Literal[
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
 
 
-class FormatInfo(NamedTuple):
-    """One format of other tools."""
-
-    summary: str
-    readers: str
-    """Tools that load it."""
-
-
-FORMATS: dict[str, FormatInfo] = {
-    "bitnet": FormatInfo("Hugging Face bitnet, 2 bits", "transformers"),
-    "compressed-tensors-w2a8": FormatInfo(
-        "compressed-tensors pack-quantized, 2 bits", "transformers, vLLM"
+FORMATS = {
+    "bitnet": ("Hugging Face bitnet, 2 bits", "transformers"),
+    "compressed-tensors-w2a8": ("compressed-tensors pack-quantized, 2 bits", "transformers, vLLM"),
+    "compressed-tensors-w8a8": (
+        "compressed-tensors int-quantized, 8 bits, the widest support",
+        "transformers, vLLM",
     ),
-    "compressed-tensors-w8a8": FormatInfo(
-        "compressed-tensors int-quantized, 8 bits, the widest support", "transformers, vLLM"
+    "gguf-tq1_0": (
+        "GGUF TQ1_0, 1.69 bits where rows fill blocks of 256; CPU",
+        "llama.cpp, Ollama, LM Studio",
     ),
-    "gguf-tq1_0": FormatInfo(
-        "GGUF TQ1_0, 1.69 bits where rows fill blocks of 256; CPU", "llama.cpp, Ollama, LM Studio"
-    ),
-    "gguf-tq2_0": FormatInfo(
+    "gguf-tq2_0": (
         "GGUF TQ2_0, 2.06 bits where rows fill blocks of 256; CPU, Metal, Vulkan",
         "llama.cpp, Ollama, LM Studio",
     ),
-    "gguf-q2_0": FormatInfo(
+    "gguf-q2_0": (
         "GGUF Q2_0, 2.25 bits where rows fill blocks of 64; CPU, CUDA, Metal, Vulkan",
         "recent llama.cpp",
     ),
-    "gguf-i2_s": FormatInfo(
-        "GGUF I2_S, 2 bits where rows fill blocks of 128; CPU", "bitnet.cpp, ik_llama.cpp"
+    "gguf-i2_s": (
+        "GGUF I2_S, 2 bits where rows fill blocks of 128; CPU",
+        "bitnet.cpp, ik_llama.cpp",
     ),
-    "dense": FormatInfo(
+    "dense": (
         "plain effective weights, 16 or 32 bits, for tools without a ternary format",
         "transformers, vLLM",
     ),
 }
+"""Formats of other tools: a summary, and the tools that load it."""
 assert tuple(FORMATS) == typing.get_args(FormatName)
 
 
@@ -91,5 +85,4 @@ class ExportConfig:
                 f"embeddings={self.embeddings} is not possible in {self.format}: choose one of "
                 f"{', '.join(allowed)}"
             )
-        if self.verify_tokens < 2:
-            raise UserError(f"verify_tokens={self.verify_tokens}: needs at least 2")
+        check_least(self, verify_tokens=2)

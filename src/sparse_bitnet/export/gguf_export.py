@@ -28,8 +28,7 @@ from sparse_bitnet.checkpoint.gguf_config import (
     rope_factors,
 )
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.folder_formats import scale_groups
-from sparse_bitnet.export.gguf_vocabulary import add_vocabulary, read_vocabulary
+from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
 from sparse_bitnet.packing.gguf_blocks import I2_S, BlockType, block_for
 from sparse_bitnet.progress import OnProgress
 
@@ -62,6 +61,16 @@ def check_reader(source: Checkpoint, block: BlockType) -> None:
 def _metadata(source: Checkpoint) -> tuple[GgufArchitecture, dict[str, object]]:
     """Return the GGUF architecture and metadata of a model. Raises `UserError` if GGUF cannot hold it."""
     return metadata_of(source.config, f"{source.folder}/config.json")
+
+
+def scale_groups(source: Checkpoint) -> dict[str, int]:
+    """Return for each sparse layer how many weights of a row share a scale; 0 for one scale in all."""
+    groups = dict.fromkeys(source.layers, 0)
+    for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
+        stored = source.file.entries.get(f"{name}.weight_scale") if source.file else None
+        shape = (stored or source.ternary(name).weight_scale).shape
+        groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
+    return groups
 
 
 def notes(source: Checkpoint, wanted: BlockType) -> str | None:
@@ -199,10 +208,9 @@ def write(
     """Write the file, holding one tensor in memory at a time.
 
     The caller gives a temporary name. Raises `OSError` when the disk is full, `UserError` for what
-    `gguf_tensors` and `read_vocabulary` refuse, and for a scale that float16 cannot hold.
+    `gguf_tensors` and `add_vocabulary` refuse, and for a scale that float16 cannot hold.
     """
     tensors = gguf_tensors(source, block, embeddings)
-    vocabulary = read_vocabulary(source.folder, source.config["vocab_size"])
     (row, metadata), file = _metadata(source), source.file
     writer = GGUFWriter(path, row.name)
     writer.add_name(source.title)
@@ -220,7 +228,7 @@ def write(
     for key, value in metadata.items():
         types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
         writer.add_key_value(key, value, types.get(type(value), GGUFValueType.ARRAY))
-    add_vocabulary(writer, vocabulary, source.folder)
+    add_vocabulary(writer, source.folder, source.config["vocab_size"])
     for tensor in tensors:
         # With a type of our own as "raw", the shape is that of the codes, not of the bytes; and a
         # plain number passes for types that are newer than the gguf package.

@@ -9,7 +9,6 @@ of tokens there, here the ranks of their first merges.
 
 import json
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +28,11 @@ _TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 
 
-@dataclass(frozen=True)
-class GgufVocabulary:
-    """Description of a tokenizer in GGUF's terms."""
+def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
+    """Add the metadata of a model folder's tokenizer: vocabulary, merges, special tokens, chat template.
 
-    pre_tokenizer: str
-    tokens: list[str]
-    """Tokens as tokenizer.json spells them, except spaces in added ones; one per row of the embedding."""
-    types: list[TokenType]
-    scores: list[float] | None
-    """Scores of SentencePiece's tokens; None for a byte-level BPE."""
-    adds_space: bool
-    """Whether SentencePiece puts a space before a text."""
-    special: dict[str, int]
-    """Ids of bos, eos, unk and pad, and of further end-of-text tokens. A missing bos is replaced by eos,
-    since llama.cpp would use its own default."""
-    surrounds: dict[str, bool]
-    """Whether bos and eos are put around a text."""
-    chat_template: str | list[dict[str, str]] | None
-    """One template, or several by name."""
-
-
-def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
-    """Read the tokenizer of a model folder, padded with unused tokens to the model's `vocab_size`.
+    Tokens are spelled as in tokenizer.json, except spaces in added ones, and padded with unused ones to
+    `vocab_size`, the rows of the embedding.
 
     Raises `UserError` for a tokenizer that llama.cpp would read differently: none there, neither a
     byte-level BPE nor SentencePiece's, an unknown pre-tokenizer, another normaliser than NFC, more tokens
@@ -86,7 +67,6 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
             types[index] = TokenType.BYTE
         elif is_sentence_piece and name == model.get("unk_token"):
             types[index] = TokenType.UNKNOWN
-    scores = _scores(model["merges"], tokens) if is_sentence_piece else None
     special = {
         name: index
         for name in ("bos", "eos", "unk", "pad")
@@ -106,16 +86,19 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     template = own.chat_template
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
-    return GgufVocabulary(
-        "default" if is_sentence_piece else _pre_tokenizer_name(content, path),
-        tokens,
-        types,
-        scores,
-        is_sentence_piece and _adds_space(content, path),
-        {"bos": special["eos"], **special},
-        _surrounds(own, path),
-        template,
-    )
+    writer.add_tokenizer_model("llama" if is_sentence_piece else "gpt2")
+    writer.add_tokenizer_pre("default" if is_sentence_piece else _pre_tokenizer_name(content, path))
+    writer.add_token_list(tokens)
+    writer.add_token_types([int(type) for type in types])
+    if is_sentence_piece:
+        writer.add_token_scores(_scores(model["merges"], tokens))
+        writer.add_add_space_prefix(_adds_space(content, path))
+    described = SpecialVocab(folder, load_merges=True, special_token_types=(), n_vocab=vocab_size)
+    # Without a bos of its own, llama.cpp would use its default.
+    described.special_token_ids = {"bos": special["eos"], **special}
+    described.add_special_token = _surrounds(own, path)
+    described.chat_template = template
+    described.add_to_gguf(writer, quiet=True)
 
 
 def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
@@ -201,21 +184,3 @@ def _regexes(steps: list[dict[str, Any]]) -> tuple[str, ...] | None:
             case _:
                 break
     return None
-
-
-def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary, folder: Path) -> None:
-    """Write the tokenizer's metadata: vocabulary, merges, special tokens, chat template."""
-    writer.add_tokenizer_model("gpt2" if vocabulary.scores is None else "llama")
-    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types([int(type) for type in vocabulary.types])
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.adds_space)
-    special = SpecialVocab(
-        folder, load_merges=True, special_token_types=(), n_vocab=len(vocabulary.tokens)
-    )
-    special.special_token_ids = vocabulary.special
-    special.add_special_token = vocabulary.surrounds
-    special.chat_template = vocabulary.chat_template
-    special.add_to_gguf(writer, quiet=True)

@@ -7,10 +7,9 @@ of non-zero codes, the weights codes * scale / z have the mean magnitude `scale`
 They are a start for further training, not the weights the model was trained with.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -45,11 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Imported:
+class Imported(NamedTuple):
     """Result of an import."""
 
-    folder: Path
     kind: str
     """Name of the format that was read."""
     format: SparseBitConfig
@@ -72,9 +69,8 @@ def import_checkpoint(
         folder: what another tool, or `export`, wrote.
         out: a new folder.
         pattern: pattern of the codes. Default: that of an export of ours, else dense.
-        packed: a packed format or "auto", to write the packed form, a tensor at a time and without
-            masters.
-        embeddings: precision of the embeddings in the packed form (`pack_checkpoint`).
+        packed, embeddings: a packed format or "auto", and `embeddings` as of `pack_checkpoint`, to write
+            the packed form, a tensor at a time; None for masters.
         on_progress: called with (bytes written, bytes in all) after every tensor.
 
     Raises `UserError` for what `open_checkpoint` cannot read, codes outside the pattern, an `out` that
@@ -85,23 +81,16 @@ def import_checkpoint(
     format = foreign.format if pattern is None else SparseBitConfig(pattern=pattern)
     for name, (_, in_features) in foreign.layers.items():
         format.pattern.check_divides(in_features, name)
+    source = _Foreign(foreign, format)
     if packed is None:
-        _write_masters(foreign, format, out, on_progress)
+        _write_masters(source, out, on_progress)
     else:
-        source = _ToPack(foreign, format)
         pack_checkpoint(source, out, format=packed, embeddings=embeddings, progress=on_progress)
-    return Imported(folder=out, kind=foreign.tool, format=format, layers=len(foreign.layers))
+    return Imported(foreign.tool, format, len(foreign.layers))
 
 
-def _write_tokenizer(foreign: Checkpoint, folder: Path) -> None:
-    if not foreign.write_tokenizer(folder):
-        copy_tokenizer(foreign.folder, folder)
-        copy_files(foreign.folder, folder, (POOLING_FILES,))
-        write_generation_config(foreign.folder, folder)
-
-
-class _ToPack(Checkpoint):
-    """A foreign checkpoint for packing: float32 tensors beside the codes, in the model's order."""
+class _Foreign(Checkpoint):
+    """A foreign checkpoint in a format of ours; other tensors are float32, in the model's order."""
 
     def __init__(self, foreign: Checkpoint, format: SparseBitConfig) -> None:
         others = {name: foreign.others[name] for name in foreign.stored}
@@ -131,13 +120,14 @@ class _ToPack(Checkpoint):
         return self.foreign.ternary_rows(name, part)
 
     def write_tokenizer(self, folder: Path) -> bool:
-        _write_tokenizer(self.foreign, folder)
+        if not self.foreign.write_tokenizer(folder):
+            copy_tokenizer(self.folder, folder)
+            copy_files(self.folder, folder, (POOLING_FILES,))
+            write_generation_config(self.folder, folder)
         return True
 
 
-def _write_masters(
-    foreign: Checkpoint, format: SparseBitConfig, out: Path, on_progress: OnProgress | None
-) -> None:
+def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) -> None:
     """Write the folder `out` with float32 masters for the codes of another tool's checkpoint.
 
     Raises `UserError` for codes outside the format's pattern, and for scales that masters cannot have.
@@ -146,6 +136,7 @@ def _write_masters(
 
     from sparse_bitnet.nn.convert import FORMAT_VERSION
 
+    foreign, format = source.foreign, source.format
     if foreign.config.get(LINEAR_NORMS):
         raise UserError(
             f"{foreign.folder} has a norm in each linear, which masters here do not: import it with "
@@ -165,9 +156,8 @@ def _write_masters(
     }
     with atomic_folder(out) as temporary:
         write_safetensors(temporary / "model.safetensors", tensors, on_progress)
-        config = plain_config(foreign.config) | {"quantization_config": entry}
-        write_json(temporary / "config.json", config)
-        _write_tokenizer(foreign, temporary)
+        write_json(temporary / "config.json", source.config | {"quantization_config": entry})
+        source.write_tokenizer(temporary)
         finish_folder(temporary, MASTERS_HELD)
 
 
@@ -176,8 +166,7 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
 
     if foreign.has_masters:
         master = foreign.master(layer)
-        if not format.pattern.is_dense:
-            _ternary_of(master, format, layer)
+        _ternary_of(master, format, layer)
         return master
     ternary = TernaryWeight(*map(torch.as_tensor, foreign.ternary(layer)))
     warn_of_zeros(ternary, layer, foreign)
@@ -210,11 +199,12 @@ def _ternary_of(
     from sparse_bitnet.nn.selection import select
 
     codes, _, scale = select(master.float(), format)[:3]
-    if expected is None and not format.pattern.is_dense:
+    if expected is None:
         expected = select(master.float(), format, kept=format.pattern.m).codes
     assert codes is not None
+    assert expected is not None
     assert scale is not None
-    if expected is not None and not torch.equal(codes, expected):
+    if not torch.equal(codes, expected):
         raise UserError(
             f"layer {layer}: its codes do not keep to the pattern {format.pattern}; import with "
             "--pattern 8:8"

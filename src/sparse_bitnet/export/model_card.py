@@ -17,48 +17,40 @@ from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, block_for
 
 Row = tuple[str, str]
 
-_MOST_FILES = 8
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
-)
-
 
 def model_card(
     source: Checkpoint, format: str, embeddings: str | None, *, checked: Sequence[Row] = ()
 ) -> str:
-    """The whole card as Markdown with a YAML head.
-
-    Args:
-        source: the trained model.
-        format: a name of `FORMATS`.
-        embeddings: precision of embeddings and head.
-        checked: what `verify` measured, as rows; empty when it was not run.
-    """
-    try:
-        training = _training_rows(read_record(source.folder))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        training = []  # what lies there was not written by a run
+    """Return the card of a trained model's export as Markdown with a YAML head; `checked` are the rows of
+    its verification, if there was one."""
     template = Path(__file__).with_name("model_card.md.j2").read_text("utf-8")
     card = jinja2.Template(
-        template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        template,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return card.render(
-        source=source,
-        is_ternary=source.format.weight == "ternary",
-        format=format,
-        embeddings=embeddings,
-        is_gguf=format.startswith("gguf"),
-        file=gguf_file_name(format),
-        summary=FORMATS[format].summary,
-        weights=sum(map(math.prod, source.layers.values())),
-        others=sum(map(math.prod, source.others.values())),
-        bits=_bits(source, format, embeddings),
-        sizes=[(name, source.config.get(name)) for name in _SIZES],
-        training=training,
-        checked=checked,
-        version=__version__,
-    )
+    values = {
+        "source": source,
+        "format": format,
+        "embeddings": embeddings,
+        "file": gguf_file_name(format),
+        "summary": FORMATS[format][0],
+        "weights": sum(map(math.prod, source.layers.values())),
+        "others": sum(map(math.prod, source.others.values())),
+        "bits": _bits(source, format, embeddings),
+        "checked": checked,
+        "version": __version__,
+    }
+    try:
+        config, result, data = read_record(source.folder)
+        manifest = _optional(data / "manifest.json") if data else {}
+        return card.render(values, config=config, result=result, manifest=manifest)
+    except (jinja2.UndefinedError, AttributeError, KeyError, TypeError, ValueError):
+        return card.render(
+            values, config={}, result={}, manifest={}
+        )  # what lies there was not written by a run
 
 
 class TrainingRecord(NamedTuple):
@@ -104,51 +96,6 @@ def _bits(source: Checkpoint, format: str, embeddings: str | None) -> float:
     if format == "dense":
         return 32 if embeddings == "f32" else 16
     return 8 if format.endswith("w8a8") else 2
-
-
-def _training_rows(record: TrainingRecord) -> list[Row]:
-    config, result = record.config, record.result
-    rows: list[Row] = []
-    if config:
-        tokens = config["batch_size"] * config["sequence_length"]
-        rows += [
-            ("start", config["init"] or f"random, seed {config['seed']}"),
-            ("steps", f"{config['steps']:,} of {tokens:,} tokens"),
-            ("sequence length", f"{config['sequence_length']:,}"),
-            ("share of steps with the mask", f"{config['sparse_fraction']:g}"),
-            (
-                "learning rate",
-                f"{config['learning_rate']:g}, {config['schedule']}, warm-up "
-                f"{config['warmup_fraction']:.2g} of the steps",
-            ),
-            (
-                "AdamW",
-                f"betas {config['beta1']}, {config['beta2']}; epsilon {config['epsilon']:g}; weight "
-                f"decay {config['weight_decay']:g}; gradient clipping {config['gradient_clip']:g}",
-            ),
-        ]
-    if data := _data(record.data_folder):
-        rows.append(("data", data))
-    if result:
-        rows += [
-            ("validation perplexity", f"{result['validation_perplexity']:.3f}"),
-            ("validation tokens", f"{result['validation_tokens']:,}"),
-            ("zero fraction of the codes", f"{result['zero_fraction']:.3f}"),
-        ]
-    return rows
-
-
-def _data(folder: Path | None) -> str:
-    """Return the source of prepared data, from the settings in its manifest."""
-    manifest = _optional(folder / "manifest.json") if folder else {}
-    facts = []
-    for key, value in manifest.get("settings", {}).get("source", {}).items():
-        if key == "files" and isinstance(value, list):
-            names = [file["name"] for file in value]
-            value = ", ".join(names[:_MOST_FILES]) + " ..." * (len(names) > _MOST_FILES)
-        if isinstance(value, str | int | float):
-            facts.append(f"{key.replace('_', ' ')} {value}")
-    return "; ".join(facts)
 
 
 def gguf_file_name(format: str) -> str:

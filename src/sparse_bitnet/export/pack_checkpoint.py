@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing a trained checkpoint: a folder that is complete, exact, and small.
+"""Packing a trained checkpoint: a folder that is complete, exact, and small (docs/formats.md).
 
-model.safetensors   <layer>.weight_packed  uint8 [rows, row_bytes]
-                    <layer>.weight_scale   float32 [1], the multiplier of the codes; of models of others
-                                           also one for each row or group (csrc/packed_format.h)
-                    embedding and output head, if it is not tied to it: bfloat16 or float32
-                    <name>.weight, int8 <name>.weight with float32 <name>.weight_scale [rows, 1], or the
-                    bytes of i2 with scales [rows, groups]
-                    biases, norms and linears that were left dense, as they were
-config.json         the model's, with quant_method "sparse_bitnet_packed"
-generation files, copied; the tokenizer, the same in an order that is read faster
+model.safetensors holds <layer>.weight_packed, uint8 [rows, row_bytes], and <layer>.weight_scale, float32
+[1] or several as of models of others; embedding and head as bfloat16, float32, int8 with <name>_scale
+[rows, 1], or i2 with scales [rows, groups]; biases, norms and dense linears as they were.
 
 Importing this module does not import torch: arrays are packed without it.
 """
 
 import dataclasses
 import json
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,15 +33,16 @@ from sparse_bitnet.export.hf_folder import check_new_folder
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
+    AUTO_FORMAT,
+    EMBEDDINGS,
     FORMATS,
     SCALE_FLOOR,
     SCALE_GROUPS,
-    auto_format,
+    PackedMetadata,
     check_layout,
     needs_exact,
     row_bytes,
 )
-from sparse_bitnet.packing.metadata import EMBEDDINGS, PackedMetadata
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFileWriter, TensorSpec
 from sparse_bitnet.packing.ternary import TableScales, scales_of_groups, table_scales
 from sparse_bitnet.pattern import NMPattern
@@ -62,19 +56,16 @@ PACKED_HELD = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackResult:
-    """Result of packing a checkpoint."""
+class PackedSize(NamedTuple):
+    """What a packed checkpoint holds, and its sizes in bytes."""
 
-    folder: Path
     metadata: PackedMetadata
     weight_bytes: int
-    """Bytes of the ternary weights' codes and scales."""
+    """Codes and scales of the ternary weights."""
     embedding_bytes: int
-    """Bytes of embedding and output head."""
+    """Embedding and output head."""
     file_bytes: int
-    """Bytes of model.safetensors."""
-    seconds: float
+    """model.safetensors; one that is not written is without its header of about 0.1 MB."""
 
 
 def pack_checkpoint(
@@ -84,13 +75,13 @@ def pack_checkpoint(
     format: str = "auto",
     embeddings: str = "auto",
     progress: OnProgress | None = None,
-) -> PackResult:
+) -> PackedSize:
     """Write the packed form of a trained checkpoint, one tensor in memory at a time.
 
     Args:
         source: run folder or model folder of a ternary model, or an open `Checkpoint`.
         out: folder to write; must not exist or be empty.
-        format: a name in `formats.FORMATS`, or "auto" (`formats.auto_format`).
+        format: a name in `formats.FORMATS`, or "auto" (`formats.AUTO_FORMAT`).
         embeddings: "bf16", "int8" (one scale a row), "float32" to keep them as trained, "ternary" if they
             are; "auto" is ternary if they are, else bf16.
         progress: called with (weights done, weights in all) after every layer.
@@ -98,12 +89,11 @@ def pack_checkpoint(
     Raises `UserError` for a source that cannot be packed or read, a format that does not hold its
     layers, an `out` that is in use, or a full disk. Nothing is then left behind.
     """
-    started = time.monotonic()
     if embeddings not in ("auto", *EMBEDDINGS):
         raise UserError(f"embeddings {embeddings!r}: choose one of auto, {', '.join(EMBEDDINGS)}")
     out = check_new_folder(out)
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
-    metadata, forms = _described(checkpoint, format, embeddings)
+    metadata, tables = _described(checkpoint, format, embeddings)
     for name, (_, in_features) in metadata.layers.items():
         check_layout(metadata.packed_format, metadata.pattern, in_features, name)
     with atomic_folder(out) as folder:
@@ -112,33 +102,16 @@ def pack_checkpoint(
             read_json_if_there(checkpoint.folder / "generation_config.json")
             copy_files(checkpoint.folder, folder, COPIED)
         _order_vocabulary(folder / "tokenizer.json")
-        weight_bytes = _write_tensors(checkpoint, metadata, forms, folder / MODEL_FILE, progress)
+        weight_bytes = _write_tensors(checkpoint, metadata, tables, folder / MODEL_FILE, progress)
         config = {**checkpoint.config, "quantization_config": metadata.config_entry()}
         # `evaluate` then uses the context length of the run, which the folder does not name.
-        if (
-            checkpoint.kind == "trained"
-            and (length := checkpoint.trained_context_length) is not None
-        ):
+        length = checkpoint.trained_context_length if checkpoint.kind == "trained" else None
+        if length is not None:
             config[TRAINED_CONTEXT] = length
         write_json(folder / "config.json", config)
         finish_folder(folder, PACKED_HELD)
-    return PackResult(
-        folder=out,
-        metadata=metadata,
-        weight_bytes=weight_bytes,
-        embedding_bytes=sum(spec.nbytes for spec in _table_specs(checkpoint, forms)),
-        file_bytes=(out / MODEL_FILE).stat().st_size,
-        seconds=time.monotonic() - started,
-    )
-
-
-class PackedSize(NamedTuple):
-    """Size of a checkpoint in one format, without the file's header of about 0.1 MB."""
-
-    metadata: PackedMetadata
-    weight_bytes: int
-    """Bytes of the ternary weights' codes and scales."""
-    total_bytes: int
+    file_bytes = (out / MODEL_FILE).stat().st_size
+    return PackedSize(metadata, weight_bytes, _nbytes(tables), file_bytes)
 
 
 def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
@@ -147,70 +120,69 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
     Arguments and errors are those of `pack_checkpoint`.
     """
     checkpoint = open_ternary(source)
-    metadata, forms = _described(checkpoint, "auto", embeddings)
+    metadata, tables = _described(checkpoint, "auto", embeddings)
     scale_bytes = 4 * len(checkpoint.layers)
     if not checkpoint.has_one_scale:
         scale_bytes = sum(
             checkpoint.ternary(name).weight_scale.nbytes for name in checkpoint.layers
         )
-    others = (*_table_specs(checkpoint, forms), *_specs_as_stored(checkpoint))
-    other_bytes = sum(spec.nbytes for spec in others)
+    table_bytes, other_bytes = _nbytes(tables), _nbytes(_as_stored(checkpoint))
     sizes = []
     for format in dict.fromkeys((metadata.packed_format, *FORMATS)):
-        if needs_exact(format) and not _is_exact(checkpoint):
-            continue
+        if needs_exact(format) and checkpoint.format.quantizer != "binary":
+            continue  # that quantizer alone never gives zero for what it keeps
         weight_bytes = scale_bytes + sum(
             rows * row_bytes(format, metadata.pattern, in_features, layer=name)
             for name, (rows, in_features) in metadata.layers.items()
         )
         described = dataclasses.replace(metadata, packed_format=format)
-        sizes.append(PackedSize(described, weight_bytes, weight_bytes + other_bytes))
+        total = weight_bytes + table_bytes + other_bytes
+        sizes.append(PackedSize(described, weight_bytes, table_bytes, total))
     return sizes
 
 
-Forms = dict[str, TableScales | str]
-"""Storage of embedding and head, by name: ternary with these scales, or one of `EMBEDDINGS`."""
+def _nbytes(tensors: "Tensors") -> int:
+    return sum(spec.nbytes for spec, _ in tensors)
+
+
+Tensors = list[tuple[TensorSpec, Iterable[Any]]]
+"""Tensors to write, each with the pieces that its values are read in."""
 
 
 def _described(
     checkpoint: Checkpoint, format: str, embeddings: str
-) -> tuple[PackedMetadata, Forms]:
-    """Resolve "auto" for a checkpoint; return its metadata and how embedding and head are stored.
+) -> tuple[PackedMetadata, Tensors]:
+    """Resolve "auto" for a checkpoint; return its metadata, and embedding and head as they are stored.
 
     Raises `UserError` if ternary embeddings are requested and none is ternary.
     """
-    forms: Forms = {}
+    ternary: dict[str, TableScales] = {}
     for name in checkpoint.embeddings if embeddings in ("auto", "ternary") else ():
         scales = table_scales(checkpoint.ternary_pieces(name), checkpoint.others[name][1])
         if scales is not None:
-            forms[name] = scales
-    if embeddings == "ternary" and not forms:
+            ternary[name] = scales
+    if embeddings == "ternary" and not ternary:
         raise UserError(
             f"{checkpoint.folder}: tensor {checkpoint.embeddings[0]} is not ternary with a scale for "
             f"some {', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
         )
     if embeddings == "auto":
-        embeddings = "ternary" if forms else "bf16"
-    if format == "auto":
-        format = auto_format(checkpoint.format.pattern, exact=_is_exact(checkpoint))
+        embeddings = "ternary" if ternary else "bf16"
     metadata = PackedMetadata(
-        packed_format=format,
+        packed_format=AUTO_FORMAT if format == "auto" else format,
         format=checkpoint.format,
         embeddings=embeddings,
         layers=checkpoint.layers,
     )
     other = "bf16" if embeddings == "ternary" else embeddings
-    return metadata, {name: forms.get(name, other) for name in checkpoint.embeddings}
-
-
-def _is_exact(checkpoint: Checkpoint) -> bool:
-    return checkpoint.format.quantizer == "binary"  # what that one keeps is never zero
+    tables = (_table(checkpoint, name, ternary.get(name, other)) for name in checkpoint.embeddings)
+    return metadata, [tensor for table in tables for tensor in table]
 
 
 def _write_tensors(
     checkpoint: Checkpoint,
     metadata: PackedMetadata,
-    forms: Forms,
+    tables: Tensors,
     path: Path,
     progress: OnProgress | None,
 ) -> int:
@@ -222,8 +194,8 @@ def _write_tensors(
         # If a layer has several scales, their shape and type are set when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))
         specs.append(TensorSpec(f"{name}.weight_scale", *scales))
-    as_stored = list(_specs_as_stored(checkpoint))
-    specs += [*_table_specs(checkpoint, forms), *as_stored]
+    others = tables + _as_stored(checkpoint)
+    specs += [spec for spec, _ in others]
     with TensorFileWriter(path, specs, metadata.to_json()) as writer:
         for name, (rows, in_features) in metadata.layers.items():
             codes, weight_scale = checkpoint.ternary(name)
@@ -236,58 +208,40 @@ def _write_tensors(
             done += rows * in_features
             if progress is not None:
                 progress(done, metadata.weights)
-        for name, form in forms.items():
-            _write_table(checkpoint, name, form, writer)
-        for spec in as_stored:
-            writer.write(spec.name, [checkpoint.read(spec.name)])
+        for spec, pieces in others:
+            writer.write(spec.name, pieces)
     return weight_bytes
 
 
-def _table_specs(checkpoint: Checkpoint, forms: Forms) -> Iterator[TensorSpec]:
-    """Yield the tensors of embedding and head, and of their scales."""
-    for name, form in forms.items():
-        rows, columns = checkpoint.others[name]
-        if isinstance(form, TableScales):
-            yield TensorSpec(name, "uint8", (rows, row_bytes("i2", NMPattern(1, 1), columns)))
-            yield TensorSpec(f"{name}_scale", form.dtype, (rows, columns // form.group))
-        elif form == "int8":
-            yield TensorSpec(name, "int8", (rows, columns))
-            yield TensorSpec(f"{name}_scale", "float32", (rows, 1))
-        else:
-            yield TensorSpec(name, "bfloat16" if form == "bf16" else form, (rows, columns))
-
-
-def _specs_as_stored(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
-    """Yield tensors that are written unchanged: biases, norms, linears that were left dense."""
-    for name, shape in checkpoint.others.items():
-        if name not in checkpoint.embeddings:
-            yield TensorSpec(name, DTYPES[checkpoint.dtypes[name]], shape)
-
-
-def _write_table(
-    checkpoint: Checkpoint, name: str, form: TableScales | str, writer: TensorFileWriter
-) -> None:
-    """Write embedding or head, piece by piece."""
+def _table(checkpoint: Checkpoint, name: str, form: TableScales | str) -> Tensors:
+    """Return an embedding or head as `form` says: ternary with such scales, or one of `EMBEDDINGS`."""
+    rows, columns = checkpoint.others[name]
     if isinstance(form, TableScales):
-        codes, scales = [], []
-        for piece in checkpoint.ternary_pieces(name):
-            assert piece is not None
-            codes.append(pack(piece.codes, "i2", NMPattern(1, 1), name=name))
-            scales.append(scales_of_groups(piece, form))
-        writer.write(name, codes)
-        writer.write(f"{name}_scale", scales)
-    elif form == "int8":
-        scales = []
-        writer.write(name, _int8_pieces(checkpoint.pieces(name), scales))
-        writer.write(f"{name}_scale", scales)
-    else:
-        stored = _floats if form == "float32" else _rounded
-        writer.write(name, map(stored, checkpoint.pieces(name)))
+        dense, pieces = NMPattern(1, 1), partial(checkpoint.ternary_pieces, name)
+        codes = (pack(piece.codes, "i2", dense, name=name) for piece in pieces() if piece)
+        packed = TensorSpec(name, "uint8", (rows, row_bytes("i2", dense, columns)))
+        groups = TensorSpec(f"{name}_scale", form.dtype, (rows, columns // form.group))
+        return [(packed, codes), (groups, (scales_of_groups(p, form) for p in pieces() if p))]
+    if form == "int8":
+        scales: list[np.ndarray] = []
+        codes = _int8_pieces(checkpoint.pieces(name), scales)
+        of_rows = TensorSpec(f"{name}_scale", "float32", (rows, 1))
+        return [(TensorSpec(name, "int8", (rows, columns)), codes), (of_rows, scales)]
+    dtype, stored = ("bfloat16", _rounded) if form == "bf16" else (form, _floats)
+    return [(TensorSpec(name, dtype, (rows, columns)), map(stored, checkpoint.pieces(name)))]
+
+
+def _as_stored(checkpoint: Checkpoint) -> Tensors:
+    """Return tensors that are written unchanged: biases, norms, linears that were left dense."""
+    return [
+        (TensorSpec(name, DTYPES[checkpoint.dtypes[name]], shape), map(checkpoint.read, [name]))
+        for name, shape in checkpoint.others.items()
+        if name not in checkpoint.embeddings
+    ]
 
 
 def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield int8 codes [rows, columns], a row quantised as `quantize_int8` does a token; append the
-    float32 scales [rows, 1] to `scales`."""
+    """Yield int8 codes, a row quantised as `quantize_int8` does a token; append to `scales` theirs."""
     for piece in pieces:
         values = _floats(piece)
         largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))

@@ -167,7 +167,7 @@ def define(
                 return reference(*arguments)
             # The module imports ops, so it comes last.
             triton = importlib.import_module(f"{__package__}.triton")
-            on_cuda = cuda or getattr(triton, name, reference)
+            on_cuda: Any = cuda or getattr(triton, name, reference)
             # Kernels are launched on the current device.
             with torch.cuda.device(arguments[0].device):
                 return on_cuda(*arguments)

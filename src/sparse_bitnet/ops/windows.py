@@ -90,7 +90,7 @@ def window_expand(codes: Tensor, pattern: NMPattern, *, name: str = "(unnamed)")
     windows = codes.new_zeros(*grouped.shape[:2], layout.windows, WINDOW)
     used = torch.zeros(windows.shape[:3], dtype=torch.int8, device=codes.device)
     for position in range(layout.m):
-        # The code is zero once it has found its window.
+        # The code is zero once it is in its window.
         code = grouped[:, :, position]
         for window in range(max(0, position // 2 - 1), min(layout.windows, position // 2 + 1)):
             here = torch.where(used[:, :, window] < 2, code, 0)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed formats: names, constants and sizes. Mirrors csrc/packed_format.h, which specifies them."""
+"""The packed formats: names, constants and sizes, which csrc/packed_format.h specifies, and the metadata
+of a packed checkpoint, in its tensor file and in its config.json."""
 
 import math
-from fractions import Fraction
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
 
 VERSION = 1
@@ -26,17 +29,21 @@ SCALE_FLOOR = 1e-5
 SCALE_GROUPS = (32, 64, 128, 256)
 """Counts of consecutive weights of a row that may share a scale."""
 
+FORMATS = ("i2", "b3", "nm-enum", "nm-sign")
+"""The packed formats."""
 
-FORMATS = {"i2": 1.0, "b3": 1.4, "nm-enum": 3.3, "nm-sign": 2.0}
-"""The packed formats, with the seconds that loading a model takes relative to i2.
+AUTO_FORMAT = "b3"
+"""The smallest format that loads within 1.5 times of i2's seconds: b3 takes 1.4 times, nm-sign 2.0 and
+nm-enum 3.3. These are the largest ratios of processor time on one thread of an EPYC with AVX-512, for
+weights that run as i2 and as lookup: half of Qwen2.5-0.5B's blocks (179 M weights) in 6:8 and in binary
+3:4, least of 7 rounds."""
 
-These are the largest ratios of processor time on one thread of an EPYC with AVX-512, for weights that run
-as i2 and as lookup: half of Qwen2.5-0.5B's blocks (179 M weights) in 6:8 and in binary 3:4, least of 7
-rounds.
-"""
+QUANT_METHOD = "sparse_bitnet_packed"
 
-MOST_LOAD_TIME = 1.5
-"""`auto` takes the smallest format that loads within this many times of i2's seconds."""
+EMBEDDINGS = ("bf16", "int8", "float32", "ternary")
+"""Storage of embedding and output head: int8 with a float32 scale for each row; ternary as rows of i2
+with a scale for every group of weights (`formats.SCALE_GROUPS`). If only one of the two is ternary, the
+other is stored in bfloat16."""
 
 
 def coded_pattern(pattern: NMPattern) -> NMPattern:
@@ -91,20 +98,6 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
     return _divide_up(bits, 8)
 
 
-def auto_format(pattern: NMPattern, *, exact: bool = False) -> str:
-    """The smallest format for long rows among those that load within `MOST_LOAD_TIME` of i2.
-
-    `exact`: every group has n non-zeros, so that nm-sign holds them.
-    """
-    quick = [
-        name
-        for name, load_time in FORMATS.items()
-        if load_time <= MOST_LOAD_TIME and (exact or not needs_exact(name))
-    ]
-    long_row = I2_BLOCK_WEIGHTS * B3_BLOCK_WEIGHTS * pattern.m
-    return min(quick, key=lambda name: row_bytes(name, pattern, long_row))
-
-
 def _divide_up(a: int, b: int) -> int:
     """ceil(a / b)."""
     return -(-a // b)
@@ -134,14 +127,9 @@ def nm_enum_bits(pattern: NMPattern, groups: int) -> int:
 @cache
 def nm_enum_groups_per_word(pattern: NMPattern) -> int:
     """The count with the fewest bits a group in words of at most 64 bits, the smallest such count."""
-    fitting = [
-        groups
-        for groups in range(1, NM_ENUM_WORD_BITS + 1)
-        if nm_enum_bits(pattern, groups) <= NM_ENUM_WORD_BITS
-    ]
-    return min(
-        fitting, key=lambda groups: (Fraction(nm_enum_bits(pattern, groups), groups), groups)
-    )
+    counts = range(1, NM_ENUM_WORD_BITS + 1)
+    fitting = [count for count in counts if nm_enum_bits(pattern, count) <= NM_ENUM_WORD_BITS]
+    return min(fitting, key=lambda count: nm_enum_bits(pattern, count) / count)
 
 
 def nm_sign_place_bits(pattern: NMPattern) -> int:
@@ -153,3 +141,96 @@ def nm_sign_place_bits(pattern: NMPattern) -> int:
 def nm_sign_group_bits(pattern: NMPattern) -> int:
     """Bits of a group in nm-sign."""
     return nm_sign_place_bits(pattern) + coded_pattern(pattern).n
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMetadata:
+    """Format, pattern and layers of a packed checkpoint."""
+
+    packed_format: str
+    """A name in `formats.FORMATS`."""
+
+    format: SparseBitConfig
+    """Training format of the layers; its pattern is that of the packed codes."""
+
+    embeddings: str
+    """One of `EMBEDDINGS`."""
+
+    layers: dict[str, tuple[int, int]]
+    """Packed layers: full name -> (out_features, in_features)."""
+
+    @property
+    def pattern(self) -> NMPattern:
+        """Pattern of the packed codes."""
+        return self.format.pattern
+
+    @property
+    def weights(self) -> int:
+        """Number of ternary weights."""
+        return sum(rows * columns for rows, columns in self.layers.values())
+
+    def table_form(self, dtype: str | None) -> str:
+        """Return how an embedding or head is stored, one of `EMBEDDINGS`, from its dtype in the file."""
+        return "bf16" if (self.embeddings, dtype) == ("ternary", "BF16") else self.embeddings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the metadata as the tensor file stores it."""
+        return {
+            "version": VERSION,
+            "packed_format": self.packed_format,
+            "pattern": str(self.pattern),
+            "format": self.format.to_dict(),
+            "embeddings": self.embeddings,
+            "layers": {name: list(shape) for name, shape in self.layers.items()},
+        }
+
+    def config_entry(self) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json."""
+        values = {"quant_method": QUANT_METHOD, **self.to_json()}
+        return {key: value for key, value in values.items() if key != "layers"}
+
+    def check_config_entry(self, entry: dict[str, Any], where: str) -> None:
+        """Raise `UserError` if a `quantization_config` contradicts the tensor file."""
+        own = self.config_entry()
+        for key in sorted(own.keys() | entry.keys()):
+            if entry.get(key) != own.get(key):
+                raise UserError(
+                    f"{where}: its {key} is {own.get(key)!r}, config.json says {entry.get(key)!r}; "
+                    "they are of different checkpoints"
+                )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], where: str) -> "PackedMetadata":
+        """Inverse of `to_json`. Raises `UserError` for another version or anything unreadable."""
+        check_version(values, where)
+        try:
+            format = SparseBitConfig.from_dict(values["format"])
+            layers = {name: (rows, columns) for name, (rows, columns) in values["layers"].items()}
+            if values["packed_format"] not in FORMATS or values["embeddings"] not in EMBEDDINGS:
+                raise UserError("an unknown packed format or embedding type")
+            if values["pattern"] != str(format.pattern) or format.weight != "ternary":
+                raise UserError("its pattern and its layers' format contradict each other")
+            if not all(
+                type(size) is int and size > 0 for sizes in layers.values() for size in sizes
+            ):
+                raise UserError("a layer's shape is not two positive sizes")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            incomplete = f"its metadata is incomplete ({error!r})"
+            reason = error if isinstance(error, UserError) else incomplete
+            raise UserError(f"{where}: {reason}") from None
+        return cls(
+            packed_format=values["packed_format"],
+            format=format,
+            embeddings=values["embeddings"],
+            layers=layers,
+        )
+
+
+def check_version(values: dict[str, Any], where: str) -> None:
+    """Raise `UserError` for a version other than ours."""
+    version = values.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise UserError(
+            f"{where}: packed format version {version!r} is not readable by this release (it reads "
+            f"{VERSION}); upgrade sparse-bitnet or pack the model again"
+        )

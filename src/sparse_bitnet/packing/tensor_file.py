@@ -5,20 +5,16 @@ Importing this module imports no torch: arrays and torch's tensors can both be w
 
 Any safetensors reader opens the file. Beyond that format it carries, in `__metadata__`,
 
-    sparse_bitnet   JSON: what the tensors are (metadata.py) and "crc32", the checksum of each
+    sparse_bitnet   JSON: what the tensors are (formats.py) and "crc32", the checksum of each
     header_crc32    checksum of the header itself, computed with eight zeros in its own place
 
-so that one flipped bit anywhere is found, and found in the tensor that it damages. Checksums are
+so that one flipped bit anywhere is noticed, and the tensor that it damages is named. Checksums are
 CRC-32 (zlib), eight hexadecimal digits.
 """
 
 import json
 import math
-import mmap
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Union
 
@@ -26,7 +22,6 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.host import available_cores
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +49,7 @@ ITEM_BYTES = {
 _KEYS = {name: key for key, name in DTYPES.items()}
 _LONGEST_KEY = "BF16"
 _LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000
 _LARGEST_DIMENSION = 1 << 48
-_MOST_DIMENSIONS = 8
 _CRC_KEY = b'"header_crc32":"'
 _UNKNOWN_CRC = "00000000"
 
@@ -67,8 +60,7 @@ cache lines: an engine can multiply them in place (weight_memory.py)."""
 _HEADER_ALIGNMENT = 8
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor of a file."""
 
     dtype: str
@@ -77,11 +69,6 @@ class Entry:
     begin: int
     end: int
     """Bytes from the start of the file."""
-
-    @property
-    def is_floating_point(self) -> bool:
-        """Whether its values are floats."""
-        return self.dtype in FLOATS
 
 
 class TensorFile:
@@ -96,22 +83,30 @@ class TensorFile:
     def __init__(self, path: Path | str) -> None:
         """Raises `UserError` for a file that is damaged, truncated, or not of this kind."""
         self.path = Path(path)
-        with os_errors_as(f"cannot read {path}"):
-            size = self.path.stat().st_size
-            if size <= _LENGTH_BYTES:
-                raise UserError(f"{path}: {size} bytes are too few for a safetensors file")
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._data = np.frombuffer(self._map, np.uint8)
         try:
-            begin, header = self._read_header()
+            with os_errors_as(f"cannot read {path}"):
+                self._data = np.asarray(np.memmap(self.path, np.uint8, mode="c"))
+            data_begin = _LENGTH_BYTES + int.from_bytes(
+                self._data[:_LENGTH_BYTES].tobytes(), "little"
+            )
+            raw = self._data[_LENGTH_BYTES:data_begin].tobytes()
+            head, key, rest = raw.partition(_CRC_KEY)
+            if not key:
+                raise ValueError("no checksum: not written by sparse-bitnet pack")
+            unknown = head + key + _UNKNOWN_CRC.encode() + rest[len(_UNKNOWN_CRC) :]
+            if not rest.startswith(f"{zlib_ng.crc32(unknown):08x}".encode()):
+                raise ValueError("its checksum differs")
+            header = json.loads(raw)
             self.metadata = json.loads(header.pop("__metadata__")["sparse_bitnet"])
-            self.entries = {name: _entry(name, begin, **header[name]) for name in header}
+            self.entries = {name: _entry(name, data_begin, **header[name]) for name in header}
             if self.metadata["crc32"].keys() != self.entries.keys():
                 raise ValueError("its tensors are not those with a checksum")
+        except UserError:
+            raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: the header is damaged ({error!r}); copy it again") from error
-        end = max((entry.end for entry in self.entries.values()), default=begin)
+        size = len(self._data)
+        end = max((entry.end for entry in self.entries.values()), default=data_begin)
         if end != size:
             raise UserError(
                 f"{path} is {'truncated' if end > size else 'too long'}: its tensors end at byte "
@@ -147,8 +142,8 @@ class TensorFile:
 
     def verify(self) -> None:
         """Compare every tensor with its checksum. Raises `UserError` naming the first damaged one."""
-        with ThreadPoolExecutor(available_cores()) as pool:
-            list(pool.map(self.verify_tensor, self.entries))
+        for name in self.entries:
+            self.verify_tensor(name)
 
     def verify_tensor(self, name: str) -> None:
         """Compare one tensor with its checksum. Raises `UserError` that names it."""
@@ -163,32 +158,13 @@ class TensorFile:
                 "copy the file again"
             )
 
-    def _read_header(self) -> tuple[int, dict[str, Any]]:
-        length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
-        available = len(self._data) - _LENGTH_BYTES
-        if length > min(available, _LARGEST_HEADER):
-            raise ValueError(f"it claims {length:,} bytes, {available:,} are there")
-        raw = self._data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
-        at = raw.find(_CRC_KEY) + len(_CRC_KEY)
-        if at < len(_CRC_KEY):
-            raise ValueError("no checksum: not written by sparse-bitnet pack")
-        if raw[at : at + 8] != f"{zlib_ng.crc32(_with_crc(raw, _UNKNOWN_CRC)):08x}".encode():
-            raise ValueError("its checksum differs")
-        return _LENGTH_BYTES + length, json.loads(raw)
-
-
-def _with_crc(header: bytes, crc32: str) -> bytes:
-    """Return a header with another checksum in the place of its own."""
-    at = header.find(_CRC_KEY) + len(_CRC_KEY)
-    return header[:at] + crc32.encode() + header[at + len(crc32) :]
-
 
 def _entry(
     name: str, data_begin: int, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Entry:
     """Return the tensor that a header describes. Raises `ValueError`, naming it, if it is invalid."""
     begin, end = data_offsets
-    if len(shape) > _MOST_DIMENSIONS or not all(
+    if len(shape) > 8 or not all(
         type(size) is int and 0 <= size <= _LARGEST_DIMENSION for size in (*shape, begin, end)
     ):
         raise ValueError(f"tensor {name} has an unreadable shape or place")
@@ -232,18 +208,15 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, Any]) -> None:
         """`metadata`: JSON-able, written with the checksums under "sparse_bitnet"."""
-        self._metadata = metadata
-        self._specs = {spec.name: spec for spec in specs}
-        self._crc32 = dict.fromkeys(self._specs, _UNKNOWN_CRC)
+        self._metadata, self._specs = metadata, {spec.name: spec for spec in specs}
+        self._crc32: dict[str, str] = {}
         self._entries: dict[str, Entry] = {}
-        self._written: set[str] = set()
         largest = {
             spec.name: Entry(spec.key, spec.shape, 10**15, 10**15) for spec in self._specs.values()
         }
         used = _LENGTH_BYTES + len(self._header(largest, 0))
-        placed = [
-            spec for spec in self._specs.values() if spec.dtype is not None and spec.key != "U8"
-        ]
+        announced = (spec for spec in self._specs.values() if spec.dtype is not None)
+        placed = [spec for spec in announced if spec.key != "U8"]
         placed.sort(key=lambda spec: -ITEM_BYTES[spec.key])
         wide = sum(spec.nbytes for spec in placed if spec.key != "I8")
         wide -= wide % _HEADER_ALIGNMENT
@@ -283,31 +256,25 @@ class TensorFileWriter:
             self._file.write(data)
         assert self._file.tell() == entry.end, f"{name}: pieces do not make up its shape"
         self._crc32[name] = f"{crc32:08x}"
-        self._written.add(name)
 
     def _place(self, spec: TensorSpec) -> None:
         begin, self._end = self._end, self._end + spec.nbytes
         self._entries[spec.name] = Entry(spec.key, spec.shape, begin, self._end)
 
     def _finish(self) -> None:
-        assert self._written == set(self._specs), "a tensor was not written"
+        assert self._crc32.keys() == self._specs.keys(), "a tensor was not written"
         header = self._header(self._entries, self._begin)
         header = header.ljust(self._begin - _LENGTH_BYTES)
-        header = _with_crc(header, f"{zlib_ng.crc32(header):08x}")
+        own = _CRC_KEY + f"{zlib_ng.crc32(header):08x}".encode()
+        header = header.replace(_CRC_KEY + _UNKNOWN_CRC.encode(), own, 1)
         self._file.seek(0)
         self._file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def _header(self, entries: dict[str, Entry], data_begin: int) -> bytes:
-        ours = json.dumps({**self._metadata, "crc32": self._crc32}, separators=(",", ":"))
-        header: dict[str, Any] = {
-            "__metadata__": {
-                "format": "pt",
-                "sparse_bitnet": ours,
-                "header_crc32": _UNKNOWN_CRC,
-            }
-        }
+        crc32 = {name: self._crc32.get(name, _UNKNOWN_CRC) for name in self._specs}
+        ours = json.dumps({**self._metadata, "crc32": crc32}, separators=(",", ":"))
+        described = {"format": "pt", "sparse_bitnet": ours, "header_crc32": _UNKNOWN_CRC}
+        header: dict[str, Any] = {"__metadata__": described}
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             header[name] = {
                 "dtype": entry.dtype,

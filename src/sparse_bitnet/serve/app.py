@@ -85,14 +85,15 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        status, load = scheduler.status, scheduler.load()
+        state = "ok" if scheduler.is_alive else "stopped"
+        load = scheduler.load()
         return JSONResponse(
             {
-                "status": status,
+                "status": "stopping" if scheduler.stopping else state,
                 "running": load.running,
                 "waiting": load.waiting,
             },
-            200 if status == "ok" else 503,
+            200 if scheduler.is_alive and not scheduler.stopping else 503,
         )
 
     @router.get("/metrics")

@@ -128,8 +128,8 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
         return
 
     def receive(*_: Any) -> None:
-        for caught in previous:
-            signal.signal(caught, signal.default_int_handler)
+        for number in previous:
+            signal.signal(number, signal.default_int_handler)
         on_first()
 
     previous: dict[int, Any] = {}
@@ -138,8 +138,8 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for caught, handler in previous.items():
-            signal.signal(caught, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def model_files(model: "PreTrainedModel") -> dict[str, str]:
