@@ -18,7 +18,7 @@ from sparse_bitnet.bench.random_model import (
 )
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.packed_loading import packed_layers
+from sparse_bitnet.checkpoint.packed import packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.nn.layer import SparseBitConfig

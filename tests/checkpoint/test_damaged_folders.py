@@ -47,12 +47,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def places(content: Any, prefix: tuple = ()) -> list[tuple]:
     items = content.items() if isinstance(content, dict) else enumerate(content)
-    found = []
+    listed = []
     for key, value in items:
-        found.append((*prefix, key))
-        if isinstance(value, dict | list) and len(found) < 500:
-            found += places(value, (*prefix, key))
-    return found
+        listed.append((*prefix, key))
+        if isinstance(value, dict | list) and len(listed) < 500:
+            listed += places(value, (*prefix, key))
+    return listed
 
 
 def changed(content: Any, place: tuple, value: Any) -> Any:

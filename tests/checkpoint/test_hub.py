@@ -154,42 +154,42 @@ class TestRefusals:
             load(damaged(config=change))
         assert "\n" not in str(raised.value)
 
-    @pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+    def test_a_weight_of_another_shape(self, damaged) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        folder = damaged(tensors=lambda tensors: tensors.update({name: torch.zeros(8, 64)}))
+        with pytest.raises(
+            UserError, match=rf"{name} is \[8, 64\], its config\.json asks \[96, 64\]"
+        ):
+            from_pretrained(folder)
+        with pytest.raises(RuntimeError):
+            AutoModelForCausalLM.from_pretrained(folder)
+
     @pytest.mark.parametrize(
-        ("change", "line"),
+        "name",
         [
-            (
-                lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
-                r"lacks model\.layers\.1\.mlp\.up_proj\.weight",
-            ),
-            (
-                lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(8, 64)}),
-                r"up_proj\.weight is \[8, 64\], its config\.json asks \[96, 64\]",
-            ),
+            *("model.norm.weight", "model.layers.0.self_attn.q_proj.bias"),
+            "model.layers.1.mlp.up_proj.weight",
         ],
     )
-    def test_weights_of_converted_layers(self, load, change, line: str, damaged) -> None:
-        with pytest.raises(UserError, match=line):
-            load(damaged(tensors=change))
-
-    @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
-    def test_any_other_missing_weight(self, name: str, damaged) -> None:
+    def test_a_missing_weight(self, name: str, damaged) -> None:
         with pytest.raises(UserError, match=f"lacks {name}: the files are incomplete"):
             from_pretrained(damaged(tensors=lambda tensors: tensors.pop(name)))
 
-    @pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
-    def test_truncated_file(self, load, damaged) -> None:
+    def test_truncated_file(self, damaged) -> None:
         folder = damaged()
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-5000])
-        with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-            load(folder)
+        with pytest.raises(UserError, match=r"cannot load a model from .*incomplete") as raised:
+            from_pretrained(folder)
+        assert "\n" not in str(raised.value)
 
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "."])
     def test_missing_file_or_folder_is_one_line(self, missing: str, damaged) -> None:
         folder = damaged()
         shutil.rmtree(folder) if missing == "." else (folder / missing).unlink()
-        with pytest.raises(UserError, match=r"cannot load a model from|no such folder") as raised:
+        with pytest.raises(
+            UserError, match=r"cannot load a model from|no such folder|holds no"
+        ) as raised:
             from_pretrained(folder)
         assert "\n" not in str(raised.value)
 

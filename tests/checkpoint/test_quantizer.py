@@ -143,7 +143,3 @@ class TestFakeQuantization:
         x = torch.randn(64, 256)
         step = x.abs().amax(-1, keepdim=True) / 127
         assert ((fake_quantize_int8(x) - x).abs() <= step * (0.5 + 127 * 4 * UNIT_ROUNDOFF)).all()
-
-
-CONTIGUOUS = torch.randn(6, 24)
-STRIDED = torch.randn(24, 6).t()

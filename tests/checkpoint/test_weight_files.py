@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_bitnet.checkpoint.weight_files import INDEX_FILE, WeightFiles, refuse_wrapped
+from sparse_bitnet.checkpoint.model_folder import INDEX_FILE, WeightFiles
 from sparse_bitnet.errors import UserError
 
 TENSORS = {
@@ -43,22 +43,6 @@ def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
     assert "d" not in files
     with pytest.raises(UserError, match="lacks d: the files are incomplete"):
         files.read("d")
-
-
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [
-        ("_orig_mod.model.norm.weight", "_orig_mod."),
-        ("model.layers.0._orig_mod.mlp.up_proj.weight", "_orig_mod."),
-        ("module.model.norm.weight", "module."),
-        ("base_model.model.model.norm.weight", "base_model.model."),
-        ("model.model.norm.weight", "model.model."),
-    ],
-)
-def test_names_of_a_wrapped_model_are_named(tmp_path: Path, name: str, prefix: str) -> None:
-    save_file({name: TENSORS["a"]}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=rf"tensor {name} is that of a wrapped model \({prefix}:"):
-        refuse_wrapped(WeightFiles.in_folder(tmp_path).shapes, tmp_path)
 
 
 def test_a_whole_file_comes_before_an_index_that_was_left(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from sparse_bitnet.checkpoint.checkpoint import trained_context_length
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.data.held_out import read_held_out
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -41,7 +40,7 @@ def test_run_folder_stands_for_its_final_model(tmp_path):
     assert resolve_checkpoint(tmp_path) == str(latest)
     final = checkpoint_folder(tmp_path / "final")
     assert resolve_checkpoint(tmp_path) == str(final)
-    assert trained_context_length(str(final)) == 128
+    assert find_checkpoint(final).trained_context_length == 128
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_head_that_the_config_ties_and_the_files_hold_apart_is_kept(
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
         source = open_checkpoint(folder)
     assert torch.equal(source.read("lm_head.weight"), head)
-    assert source.model().all_tied_weights_keys == {}
+    assert source.model.all_tied_weights_keys == {}
 
 
 @pytest.mark.parametrize("embeddings", ["bf16", "int8", "float32"])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from factories import MODEL_FAMILIES
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-from sparse_bitnet.checkpoint.packed_loading import packed_layers
+from sparse_bitnet.checkpoint.packed import packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -156,7 +156,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (flip_bit, f"tensor {LAYER}.weight_packed is damaged"),
     "truncated": (truncate, "is truncated"),
     "version in the file": (lambda f: rewrite(f, {}, {"version": 7}), "version 7 is not readable"),
-    "version in the config": (lambda f: edit_config(f, version=7), "version 7 is not readable"),
+    "version in the config": (
+        lambda f: edit_config(f, version=7),
+        "its version is 1, .* says 7",
+    ),
     "another pattern": (lambda f: edit_config(f, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
     "another format": (lambda f: edit_config(f, packed_format="i2"), "its packed_format is"),
     "pattern violation": (
@@ -173,7 +176,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "missing codes": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": None}, {}),
-        f"lacks {LAYER}.weight_packed",
+        f"tensor {LAYER}.weight_packed is missing",
     ),
     "surplus tensor": (
         lambda f: rewrite(f, {"extra": torch.zeros(1)}, {}),
@@ -189,7 +192,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "layer elsewhere": (
         lambda f: rewrite(f, {}, {"layers": {"model.norm": [64, 64]}}),
-        "tensor model.norm.weight_packed is for a linear layer",
+        "tensor model.norm.weight_packed is missing",
     ),
 }
 

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from sparse_bitnet.checkpoint import checkpoint as source_module
-from sparse_bitnet.checkpoint.checkpoint import trained_context_length
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.checkpoint.packed_loading import open_packed
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import pack_checkpoint as checkpoint_module
 from sparse_bitnet.export.export_checkpoint import export
@@ -117,7 +116,7 @@ def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     (source / "train_config.json").write_text('{"sequence_length": 96}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     pack_checkpoint(source, tmp_path / "out")
-    assert trained_context_length(str(tmp_path / "out")) == 96
+    assert find_checkpoint(tmp_path / "out").trained_context_length == 96
     names = {path.name for path in (tmp_path / "out").iterdir()}
     expected = {
         "model.safetensors",
@@ -133,8 +132,7 @@ def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert entry["quant_method"] == "sparse_bitnet_packed"
     assert (entry["version"], entry["packed_format"], entry["pattern"]) == (1, "b3", "6:8")
-    _, metadata = open_packed(tmp_path / "out" / "model.safetensors")
-    assert metadata.format == SparseBitConfig()
+    assert open_checkpoint(tmp_path / "out").format == SparseBitConfig()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ __all__ = ["PRESETS", "Shape", "build_model", "preset_config"]
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
-    """The transformers config of a preset, with another vocabulary if given.
+    """Return the transformers config of a preset, with another vocabulary if given.
 
     Raises `UserError` for an unknown name.
     """
@@ -50,17 +50,17 @@ def build_model(
     uniform: bool = False,
     sub_norms: bool = False,
 ) -> "PreTrainedModel":
-    """A float32 causal LM in the given format, on the CPU.
+    """Build a float32 causal LM in the given format, on the CPU.
 
     Args:
         name: a preset; ignored when `init` is given.
         config: the format, or its text; the same seed gives the same initial weights for every format.
-        seed: of the random initial weights (std 0.02, biases zero).
-        vocab_size: replaces the preset's; of `init` it is the model's own.
-        uniform: matrices of the blocks uniform in ±1/sqrt(in_features) instead.
+        seed: random seed of the initial weights (std 0.02, biases zero).
+        vocab_size: size in place of the preset's; of `init` it is the model's own.
         init: folder or hub id of existing dense weights to start from (dense-to-sparse).
-        meta: on the meta device instead: shapes without values.
-        sub_norms: see `with_sub_norms`.
+        meta: whether to build on the meta device instead: shapes without values.
+        uniform: whether the blocks' matrices are uniform in ±1/sqrt(in_features) instead.
+        sub_norms: whether to add norms to `init`, see `with_sub_norms`.
 
     Raises `UserError` for an unknown preset, an unreadable `init`, or a pattern that does not fit.
     """
@@ -73,7 +73,7 @@ def build_model(
             raise UserError(
                 f"--init {init} is packed: training needs the weights, so name the run it was packed from"
             )
-        model: Any = stored.model().float() if meta else stored.load(dtype=torch.float32)
+        model: Any = stored.model.float() if meta else stored.load(dtype=torch.float32)
         embedding: Any = model.get_input_embeddings()
         if vocab_size not in (None, embedding.num_embeddings):
             raise UserError(
@@ -85,8 +85,8 @@ def build_model(
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM._from_config(transformers_config, dtype=torch.float32)
-        for layer in model.model.modules() if uniform else ():
-            if isinstance(layer, torch.nn.Linear):
+        for layer in model.model.modules():
+            if uniform and isinstance(layer, torch.nn.Linear):
                 bound = layer.in_features**-0.5
                 torch.nn.init.uniform_(layer.weight, -bound, bound)
     return convert_(model, config)
@@ -101,7 +101,7 @@ _SHARED = (
 
 
 def with_sub_norms(model: "PreTrainedModel") -> "PreTrainedModel":
-    """A llama or qwen2 model with a norm before each output and down projection: a `bitnet` model.
+    """Return a llama or qwen2 model with a norm before each output and down projection: a `bitnet` model.
 
     The norms start at one, so the model computes something else than before until it is trained.
 

@@ -6,9 +6,8 @@ of its largest tensor.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from sparse_bitnet.pattern import NMPattern
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
 TRAINED_CONTEXT = "trained_context_length"
 """Key of a packed folder's config.json with the training sequence length; other readers ignore it."""
@@ -38,27 +37,16 @@ class StoredModel:
 
     name: str
     """The folder, or the hub id that was given."""
-
     folder: Path
     """The transformers folder (of a run: its `final`, or its latest checkpoint), or the GGUF file."""
-
     kind: str
     """One of "trained" (ours, with masters), "packed", "dense", "foreign" (another tool's), "unknown"."""
-
     reader: str
     """The subclass of `Checkpoint` that opens its tensors, as MODULE.CLASS; empty if there is none."""
-
     config: dict[str, Any]
     """The whole config.json."""
-
     entry: dict[str, Any]
     """The `quantization_config` in it."""
-
-    model: Callable[[], "PreTrainedModel"]
-    """The transformers model on the meta device, before anything is converted."""
-
-    weights: "Callable[[], dict[str, Tensor]] | None" = None
-    """Reads all tensors of a model that transformers does not load; None for any other."""
 
     @property
     def title(self) -> str:
@@ -68,29 +56,32 @@ class StoredModel:
     @property
     def trained_context_length(self) -> int | None:
         """The sequence length with which a checkpoint of ours was trained; None for any other."""
-        return trained_context_length(str(self.folder))
+        for path, key in (
+            (self.folder / "train_config.json", "sequence_length"),
+            (self.folder / CONFIG_FILE, TRAINED_CONTEXT),
+            (self.folder.parent / "config.json", "sequence_length"),
+        ):
+            length = read_json_if_there(path).get(key)
+            if type(length) is int and length > 0:
+                return length
+        return None
+
+    @cached_property
+    def model(self) -> "PreTrainedModel":
+        """The transformers model on the meta device, before anything is converted."""
+        from sparse_bitnet.checkpoint.load import skeleton
+
+        return skeleton(self.config, self.folder)
 
     def load(self, **kwargs: Any) -> "PreTrainedModel":
         """Return the model with its weights; `kwargs` are those of transformers' `from_pretrained`."""
-        from sparse_bitnet.checkpoint.load import from_pretrained, load_with
+        from sparse_bitnet.checkpoint.load import from_pretrained
 
-        if self.weights is not None:
-            model, state = self.model(), self.weights()
-            loader = type(model).from_pretrained
-            return load_with(loader, None, config=model.config, state_dict=state, **kwargs)
-        if self.folder.is_file():
-            raise UserError(f"{self.folder} is a GGUF file: `sparse-bitnet import` it first")
         return from_pretrained(self.folder, **kwargs)
-
-    def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """Return the tokenizer that `load_tokenizer` reads. Raises `UserError` if there is none."""
-        from sparse_bitnet.checkpoint.load import load_tokenizer
-
-        return load_tokenizer(self.folder)
 
 
 class Checkpoint(StoredModel):
-    """An opened stored model. Each kind has a subclass, which reads tensors one at a time.
+    """An opened stored model. Each kind has a subclass, which sets these attributes.
 
     Attributes:
         format: training format of the sparse layers; for another tool's, as far as its config states it.
@@ -104,23 +95,19 @@ class Checkpoint(StoredModel):
         file, metadata: tensor file and metadata of a packed checkpoint, else None.
     """
 
-    def __init__(
-        self,
-        stored: StoredModel,
-        *,
-        format: SparseBitConfig,
-        layers: dict[str, tuple[int, int]],
-        others: dict[str, tuple[int, ...]],
-        dtypes: dict[str, str],
-        tool: str = "",
-        has_masters: bool = False,
-        has_one_scale: bool = False,
-    ) -> None:
-        super().__init__(**{field.name: getattr(stored, field.name) for field in fields(stored)})
-        self.format, self.layers, self.others, self.dtypes = format, layers, others, dtypes
-        self.tool, self.has_masters, self.has_one_scale = tool, has_masters, has_one_scale
-        self.file: TensorFile | None = None
-        self.metadata: PackedMetadata | None = None
+    format: SparseBitConfig
+    layers: dict[str, tuple[int, int]]
+    others: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    tool: str = ""
+    has_masters: bool = False
+    has_one_scale: bool = False
+    file: TensorFile | None = None
+    metadata: PackedMetadata | None = None
+
+    def __init__(self, stored: StoredModel) -> None:
+        vars(self).update(vars(stored))
+        self.others, self.dtypes = {}, {}
 
     def stored_values(self, name: str, part: slice = slice(None)) -> Any:
         """Return the values that `read` returns, without checking that they are finite."""
@@ -151,17 +138,17 @@ class Checkpoint(StoredModel):
     @cached_property
     def stored(self) -> list[str]:
         """Names of `others` in the order of the model."""
-        return [name for name in stored_tensors(self.model()) if name in self.others]
+        return [name for name in stored_tensors(self.model) if name in self.others]
 
     @cached_property
     def dense_linears(self) -> list[str]:
         """Names of the linear layers that stay dense: the output head and all that were not converted."""
-        return [name for name in linear_shapes(self.model()) if name not in self.layers]
+        return [name for name in linear_shapes(self.model) if name not in self.layers]
 
     @cached_property
     def embeddings(self) -> list[str]:
         """Names of the embedding's tensor and, unless it is tied, of the output head's."""
-        return [name for name in embedding_weights(self.model()) if name in self.others]
+        return [name for name in embedding_weights(self.model) if name in self.others]
 
     def pieces(self, name: str) -> Iterator[Any]:
         """Iterate over a matrix of `others` as blocks of rows, at most 64 MB of float32 each."""
@@ -181,21 +168,6 @@ class Checkpoint(StoredModel):
         return self.ternary(layer).values()
 
 
-def trained_context_length(checkpoint: str) -> int | None:
-    """The sequence length with which a checkpoint of ours was trained; None for any other."""
-    folder = Path(checkpoint)
-    places = (
-        (folder / "train_config.json", "sequence_length"),
-        (folder / CONFIG_FILE, TRAINED_CONTEXT),
-        (folder.parent / "config.json", "sequence_length"),
-    )
-    for path, key in places:
-        found = read_json_if_there(path).get(key)
-        if type(found) is int and found > 0:
-            return found
-    return None
-
-
 def finite(values: Any, name: str, where: Path) -> Any:
     """Return a tensor's values. Raises `UserError`, naming the tensor, if any value is not finite."""
     if not math.isfinite(abs(values).max()):
@@ -209,13 +181,8 @@ def check_tensors(
     dtypes: Mapping[str, str],
     where: object,
 ) -> None:
-    """Raise `UserError`, naming the tensor, unless a file holds exactly the tensors of a model.
-
-    Args:
-        wanted: the model's tensors by name; their values are not read, and float dtypes may differ.
-        shapes, dtypes: those of the file's tensors.
-        where: folder or file, for messages.
-    """
+    """Raise `UserError`, naming the tensor, unless a file with tensors of these shapes and dtypes holds
+    exactly those of a model. Float dtypes may differ; values are not read."""
     for name in sorted(wanted.keys() ^ shapes.keys()):
         if name in wanted:
             raise UserError(f"{where} lacks {name}: the files are incomplete or of another model")
@@ -231,12 +198,6 @@ def check_tensors(
             )
 
 
-def warn_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> None:
-    """Warn if the weights of a layer are all zero."""
-    if not ternary.codes.any():
-        warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
-
-
 def exported_format(remembered: object) -> SparseBitConfig:
     """Return the format of another tool's checkpoint: ternary, with a dense pattern unless it is an
     export of ours, which records its pattern."""
@@ -249,14 +210,14 @@ def exported_format(remembered: object) -> SparseBitConfig:
 
 
 def embedding_weights(model: Any) -> list[str]:
-    """Names of the weights of embedding and output head, tied or not."""
+    """Return the names of the weights of embedding and output head, tied or not."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     modules = model.named_modules()
     return [f"{name}.weight" for name, module in modules if any(module is end for end in ends)]
 
 
 def linear_shapes(model: "nn.Module") -> dict[str, tuple[int, int]]:
-    """(out_features, in_features) of every linear layer by full name, heads included."""
+    """Return (out_features, in_features) of every linear layer by full name, heads included."""
     from torch import nn
 
     return {

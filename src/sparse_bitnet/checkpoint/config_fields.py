@@ -23,17 +23,12 @@ _BASES = {"bitnet": 500_000.0, GEMMA3: 1_000_000.0}
 MOST_POSITIONS = 1 << 24
 """Largest number of positions that csrc/bindings_decoder.cpp accepts."""
 
-_MOST_LAYERS = 1 << 16
-"""Largest number of layers of a model with windows; its layers are listed before weights are read."""
+MOST_LAYERS = 4096
+"""Most layers of a model that is built: each is a Python object, even without values."""
 
-_EVERY = 6
-"""Gemma's default period of layers without a window: the sixth, the twelfth and so on."""
-
-_WINDOW = 4096
-"""Default window size, in tokens."""
-
-_UNWINDOWED = 28
-"""Default number of Qwen's first layers that have no window (`max_window_layers`)."""
+_EVERY, _WINDOW, _UNWINDOWED = 6, 4096, 28
+"""Defaults: the period of Gemma's layers without a window (the sixth, the twelfth and so on), the window
+in tokens, and the number of Qwen's first layers without one (`max_window_layers`)."""
 
 _ROTATION = re.compile(r"hadamard|rotat|quarot|spinquant|(^|_)had(_|$)", re.IGNORECASE)
 """Pattern of setting and file names by which tools declare that weights are multiplied by a rotation."""
@@ -42,29 +37,29 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Fields:
-    """Checked numbers of a config.json. Raises `UserError`, beginning with `where`, for invalid ones."""
+    """Checked numbers of a table. Raises `UserError`, beginning with `where`, for invalid ones."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        self._values, self._where = values, where
+        self.values, self._where = values, where
 
     def __getitem__(self, name: str) -> float:
         """Return a number that is positive, and finite in float32."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST:
             return float(value)
         raise UserError(f"{self._where}{name} is {shown(value)}, not a positive number")
 
     def optional(self, name: str, default: float) -> float:
         """Return a number as `self[name]` does, or `default` if the field is missing."""
-        return default if self._values.get(name) is None else self[name]
+        return default if self.values.get(name) is None else self[name]
 
     def is_set(self, name: str, default: bool = False) -> bool:
         """Whether a field, or `default` if it is missing, is neither false nor zero."""
-        return bool(self._values.get(name, default))
+        return bool(self.values.get(name, default))
 
     def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
         """Return a whole number from 1 to `most`; `default` replaces a missing field."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
             raise UserError(f"{self._where}{name} is {shown(value)}, not a positive size")
@@ -86,7 +81,7 @@ def head_size(config: dict[str, Any]) -> Any:
 
 def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
     """Return for each layer whether it has a window: all but every `every`-th one do."""
-    return [bool((layer + 1) % every) for layer in range(min(layers, _MOST_LAYERS))]
+    return [bool((layer + 1) % every) for layer in range(min(layers, MOST_LAYERS))]
 
 
 def check_basis(settings: Mapping[str, Any], where: str) -> None:
@@ -150,7 +145,7 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     if not is_set or (kinds and WINDOWED not in kinds):
         return ()
     window = fields.size("sliding_window", _WINDOW, most=MOST_POSITIONS)
-    layers = fields.size("num_hidden_layers", most=_MOST_LAYERS)
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     first = 0 if model_type == "mistral" else config.get("max_window_layers", _UNWINDOWED)
     if kinds:
         if len(kinds) != layers:

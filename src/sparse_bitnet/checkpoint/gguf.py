@@ -5,34 +5,30 @@ A new architecture is a row of gguf_architectures.py. Neither torch nor transfor
 arrays.
 """
 
-import functools
-import re
 import warnings
 from collections.abc import Iterator
-from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel, exported_format
-from sparse_bitnet.checkpoint.gguf_architectures import TOP
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint, exported_format
 from sparse_bitnet.checkpoint.gguf_config import (
     FORMAT,
     ROPE_FACTORS,
     WEIGHT_SCALES,
-    ConfigReader,
     architecture_of,
+    config_of,
 )
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
-from sparse_bitnet.checkpoint.load import skeleton
+from sparse_bitnet.checkpoint.load import load_with
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.gguf_blocks import I2_S, I2_S_ARM, in_arm_order
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from transformers import PreTrainedModel
 
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
@@ -44,92 +40,97 @@ _LOOKED_AT = 64
 """Number of rows of a float matrix that decide whether it is ternary."""
 
 
-def find_gguf(path: Path) -> StoredModel:
-    """Return the model of a GGUF file after reading its header.
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file: kind "foreign" with ternary weights, else "dense". Its names come from tables, so no
+    model is built for them.
 
-    Raises `UserError` for a damaged file and for an architecture or a tensor that is not covered.
+    Attributes:
+        names: transformers' names of the model's tensors, in its order -> the file's.
+        shapes: their shapes.
+        scales: layer -> exact float32 scale, if the file is an export of ours that records it.
     """
-    model = _GgufModel(path)
-    linears = model.linears()
-    is_ternary = any(map(model.is_ternary, linears))
-    first = [
-        f"tensor {each} is {model.gguf.type_name(each)} and not ternary" for each in linears[:1]
-    ]
-    return StoredModel(
-        name=str(path),
-        folder=path,
-        kind="foreign" if is_ternary else "dense",
-        reader="gguf.GgufCheckpoint" if is_ternary else "",
-        config=model.config,
-        entry={} if is_ternary else {"not_ternary": "".join(first)},
-        model=functools.cache(partial(skeleton, model.config, path)),
-        weights=None if is_ternary else model.all_weights,
-    )
-
-
-class _GgufModel:
-    """The model in a GGUF file: its config, and its tensors under transformers' names."""
 
     def __init__(self, path: Path) -> None:
-        self.gguf = GgufFile(path)
+        """Raises `UserError` for a damaged file, an architecture or a tensor that is not covered, and a
+        file in which only some matrices are ternary."""
+        self.name, self.folder, self.gguf = str(path), path, GgufFile(path)
         self.architecture = architecture_of(self.gguf)
-        self.names = self._names()
-        self.config = ConfigReader(self.gguf, self.architecture).config()
+        self.config = config_of(self.gguf, self.architecture)
+        self.shapes: dict[str, Any] = dict(self._wanted())
+        self.names = {name: self.architecture.stored_name(name) for name in self.shapes}
+        matrices = [name for name, shape in self.shapes.items() if len(shape) == 2]
+        self._check_tensors(matrices)
+        linears = [name for name in matrices if not name.startswith(_TABLES)]
+        plain, said = [name for name in linears if not self.is_ternary(name)], ""
+        if plain:
+            stored = self.names[plain[0]]
+            said = f"tensor {stored} is {self.gguf.type_name(stored)} and not ternary"
+        if 0 < len(plain) < len(linears):
+            raise UserError(f"{path}: {said}, as others are; llama.cpp runs such files")
+        self.kind, self.reader = ("dense", "") if plain else ("foreign", "gguf.GgufCheckpoint")
+        self.entry = {"not_ternary": said} if plain else {}
+        metadata = self.gguf.metadata
+        self.format = exported_format(metadata.get(FORMAT))
+        self.layers = {name.removesuffix(".weight"): self.shapes[name] for name in linears}
+        self.others = {n: shape for n, shape in self.shapes.items() if n not in linears}
+        self.dtypes = dict.fromkeys(self.others, "F32")
+        self.stored, self.dense_linears = list(self.others), ["lm_head"]
+        self.embeddings = [f"{n}.weight" for n in _TABLES if f"{n}.weight" in self.others]
+        self.scales: dict[str, np.float32] = {}
+        scales = metadata.get(WEIGHT_SCALES)
+        if isinstance(scales, list) and [type(each) for each in scales] == [float] * len(linears):
+            self.scales = dict(zip(self.layers, np.array(scales, np.float32), strict=True))
+        if FORMAT not in metadata and not plain:
+            self._settle_i2_s()
+        kinds = {self.gguf.type_name(self.names[name]) for name in linears}
+        self.tool = f"GGUF {'/'.join(sorted(kinds))}"
 
-    def checked(self) -> dict[str, tuple[int, ...]]:
-        """Return the model's tensor shapes by name. Raises `UserError` if the file has other tensors."""
-        wanted: dict[str, tuple[int, ...]] = {}
-        for name, shape in self._wanted():
-            if name not in self.names:
-                raise UserError(f"{self.gguf.path} lacks a tensor for {name}: it is incomplete")
-            own = self.gguf.tensors[self.names[name]].shape
-            if own != shape:
-                raise UserError(
-                    f"{self.gguf.path}: tensor {self.names[name]} is {list(own)}, its metadata asks "
-                    f"{list(shape)}"
-                )
-            wanted[name] = shape
-            self._factor(self.names[name])
-        if unknown := sorted(self.names.keys() - wanted.keys()):
-            # Zeros stand for biases that the model does not have.
+    def _check_tensors(self, matrices: list[str]) -> None:
+        """Raise `UserError` unless the file's tensors are those that its metadata describes."""
+        path, tensors = self.gguf.path, self.gguf.tensors
+        scales = {
+            self.names[name].removesuffix("weight") + end for name in matrices for end in _SCALES
+        }
+        if unknown := sorted(tensors.keys() - {ROPE_FACTORS, *scales, *self.names.values()}):
             raise UserError(
-                f"{self.gguf.path}: tensor {self.names[unknown[0]]} is not part of "
-                f"{self.architecture.name} here"
+                f"{path}: tensor {unknown[0]} is not covered; distill and --engine transformers may take "
+                "the model that this file was made from"
             )
-        return wanted
+        for name, stored in self.names.items():
+            if stored not in tensors:
+                raise UserError(f"{path} lacks a tensor for {name}: it is incomplete")
+            if (own := tensors[stored].shape) != self.shapes[name]:
+                raise UserError(
+                    f"{path}: tensor {stored} is {list(own)}, its metadata asks "
+                    f"{list(self.shapes[name])}"
+                )
+            self._factor(stored)
 
-    def linears(self) -> list[str]:
-        """Return the file's names of the matrices in its blocks."""
-        return [
-            stored
-            for name, stored in self.names.items()
-            if len(self.gguf.tensors[stored].shape) == 2 and not name.startswith(_TABLES)
-        ]
-
-    def is_ternary(self, stored: str) -> bool:
+    def is_ternary(self, name: str) -> bool:
         """Whether a matrix is ternary, judging by its type and its first rows."""
-        if self.gguf.block_type(stored) is not None or self.gguf.is_quantised(stored):
-            return not self.gguf.is_quantised(stored)
-        first = self.gguf.floats(stored, slice(0, _LOOKED_AT))
-        return ternary_of_floats(first, stored) is not None
+        stored = self.names[name]
+        if self.gguf.is_quantised(stored):
+            return False
+        if self.gguf.block_type(stored) is not None:
+            return True
+        return ternary_of_floats(self.gguf.floats(stored, slice(0, _LOOKED_AT)), stored) is not None
 
-    def all_weights(self) -> "dict[str, Tensor]":
-        """Return all tensors in float32, by transformers' names. Raises `UserError` as `checked` does."""
+    def load(self, **kwargs: Any) -> "PreTrainedModel":
         import torch
 
-        return {name: torch.from_numpy(self.values(name)) for name in self.checked()}
+        if self.kind != "dense":
+            raise UserError(f"{self.folder} is a GGUF file: `sparse-bitnet import` it first")
+        state = {name: torch.from_numpy(self.stored_values(name)) for name in self.names}
+        loader = type(self.model).from_pretrained
+        return load_with(loader, None, config=self.model.config, state_dict=state, **kwargs)
 
     def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield names and shapes of the tensors of a model with this config, in transformers' order."""
         config, heads = self.config, self.config["num_attention_heads"]
         head = config.get("head_dim", config["hidden_size"] // heads)
-        sizes = {
-            "hidden": config["hidden_size"],
-            "intermediate": config["intermediate_size"],
-            "queries": heads * head,
-            "keys": config["num_key_value_heads"] * head,
-            "head": head,
-        }
+        sizes = {"head": head, "queries": heads * head, "hidden": config["hidden_size"]}
+        sizes["keys"] = config["num_key_value_heads"] * head
+        sizes["intermediate"] = config["intermediate_size"]
         always = self.architecture.biases == "always"
         biased = {"attn_q", "attn_k", "attn_v"} if always or config["attention_bias"] else set()
         if biased and not always:
@@ -146,48 +147,28 @@ class _GgufModel:
         if not config["tie_word_embeddings"]:
             yield f"{_TABLES[1]}.weight", table
 
-    def values(self, name: str, part: slice = slice(None)) -> np.ndarray:
+    def stored_values(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """Return a tensor, or some of its rows, in float32."""
-        stored = self.names[name]
-        if self._turned(name):
-            return self._in_halves(name, self._floats(stored))[part]
-        values, offset = self._floats(stored, part), self.architecture.offset_of(name)
+        stored, turned = self.names[name], self._turned(name)
+        values, factor = (
+            self.gguf.floats(stored, slice(None) if turned else part),
+            self._factor(stored),
+        )
+        values = values if factor == 1 else values * factor
+        if turned:
+            return self._in_halves(name, values)[part]
+        offset = self.architecture.offset_of(name)
         return values - offset if offset else values
-
-    def _floats(self, stored: str, part: slice = slice(None)) -> np.ndarray:
-        values, factor = self.gguf.floats(stored, part), self._factor(stored)
-        return values if factor == 1 else values * factor
-
-    def _names(self) -> dict[str, str]:
-        """transformers' names of the tensors -> the file's."""
-        names = {}
-        for stored in self.gguf.tensors:
-            base, _, end = stored.rpartition(".")
-            block = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)", base)
-            key = block[2] if block else base
-            ours = self.architecture.block.get(key, (None,))[0] if block else TOP.get(key)
-            weight = self.gguf.tensors.get(f"{base}.weight")
-            is_scale = end in _SCALES and weight is not None and len(weight.shape) == 2
-            if stored == ROPE_FACTORS or (is_scale and ours):
-                continue
-            if ours is None or end not in ("weight", "bias"):
-                raise UserError(
-                    f"{self.gguf.path}: tensor {stored} is not covered; distill and --engine "
-                    "transformers may take the model that this file was made from"
-                )
-            prefix = f"model.layers.{int(block[1])}." if block else ""
-            names[f"{prefix}{ours}.{end}"] = stored
-        return names
 
     def _factor(self, stored: str) -> np.float32:
         """Return the factor of a whole matrix, from the scale tensor beside it; 1 without one."""
         base = stored.removesuffix("weight")
-        found = [base + end for end in _SCALES if base + end in self.gguf.tensors]
-        factors = [self.gguf.floats(name) for name in found] or [np.ones(1, np.float32)]
+        scales = [base + end for end in _SCALES if base + end in self.gguf.tensors]
+        factors = [self.gguf.floats(name) for name in scales] or [np.ones(1, np.float32)]
         if len(factors) > 1 or factors[0].size != 1 or not 0 < abs(factors[0].item()) < np.inf:
             raise UserError(
-                f"{self.gguf.path}: tensor {found[0]} is not the one scale of its matrix, a number other "
-                "than zero"
+                f"{self.gguf.path}: tensor {scales[0]} is not the one scale of its matrix, a number "
+                "other than zero"
             )
         return np.float32(factors[0].item())
 
@@ -201,113 +182,48 @@ class _GgufModel:
         by_head = values.reshape(self.config[heads], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(values.shape)
 
-
-class GgufCheckpoint(_GgufModel, Checkpoint):
-    """A GGUF file with ternary weights. Names come from its tables, so no model is built for them."""
-
-    def __init__(self, stored: StoredModel) -> None:
-        """Raises `UserError` for a tensor or a type that is not covered, and where none is ternary."""
-        _GgufModel.__init__(self, stored.folder)
-        wanted, metadata = self.checked(), self.gguf.metadata
-        layers = self._layers(wanted)
-        others = {
-            n: shape for n, shape in wanted.items() if n.removesuffix(".weight") not in layers
-        }
-        scales = metadata.get(WEIGHT_SCALES)
-        scales = scales if isinstance(scales, list) and len(scales) == len(layers) else []
-        self.scales: dict[str, np.float32] = {}
-        """Layer -> exact float32 scale, if the file is an export of ours that records it."""
-        if scales and all(type(each) is float for each in scales):
-            self.scales = dict(zip(layers, np.array(scales, np.float32), strict=True))
-        if FORMAT not in metadata:
-            self._settle_i2_s()
-        kinds = {self.gguf.type_name(self.names[f"{layer}.weight"]) for layer in layers}
-        Checkpoint.__init__(
-            self,
-            stored,
-            tool=f"GGUF {'/'.join(sorted(kinds))}",
-            format=exported_format(metadata.get(FORMAT)),
-            layers=layers,
-            others=others,
-            dtypes=dict.fromkeys(others, "F32"),
-        )
-
-    @cached_property
-    def stored(self) -> list[str]:
-        return list(self.others)
-
-    @cached_property
-    def dense_linears(self) -> list[str]:
-        return ["lm_head"]
-
-    @cached_property
-    def embeddings(self) -> list[str]:
-        return [f"{name}.weight" for name in _TABLES if f"{name}.weight" in self.others]
-
-    def stored_values(self, name: str, part: slice = slice(None)) -> np.ndarray:
-        return self.values(name, part)
-
     def write_tokenizer(self, folder: Path) -> bool:
         write_tokenizer(self.gguf.metadata, self.gguf.path, folder)
         return True
 
     def ternary(self, layer: str) -> TernaryWeight:
-        found = self._stored_ternary(layer)
-        if found.weight_scale.ndim == 0 and layer in self.scales:
-            exact = self.scales[layer]
-            # Another number means that the file has been quantised again since the export.
-            if np.float16(exact) == found.weight_scale:
-                found = found._replace(weight_scale=np.asarray(exact))
-        return found
+        ternary = self._stored_ternary(layer)
+        exact = self.scales.get(layer)
+        # Another number means that the file has been quantised again since the export.
+        if ternary.weight_scale.ndim == 0 and exact and np.float16(exact) == ternary.weight_scale:
+            return ternary._replace(weight_scale=np.asarray(exact))
+        return ternary
 
     def _stored_ternary(self, layer: str) -> TernaryWeight:
-        stored = self.names[f"{layer}.weight"]
-        if (block := self.gguf.block_type(stored)) is not None:
-            codes, scales = self.gguf.codes(stored, block)
-            scales = scales.astype(np.float32) * self._factor(stored)
-            if self._turned(f"{layer}.weight"):
-                codes = self._in_halves(layer, codes)
-                scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
-            found = with_fewest_scales(codes, scales, layer)
-            # The products are float32; scales that float16 holds exactly are stored as float16.
-            with np.errstate(over="ignore"):
-                as_half = found.weight_scale.astype(np.float16)
-            if as_half.ndim and np.array_equal(as_half, found.weight_scale):
-                found = found._replace(weight_scale=as_half)
-            return found
-        floats = ternary_of_floats(self.values(f"{layer}.weight"), layer)
-        if floats is None:
+        name = f"{layer}.weight"
+        stored = self.names[name]
+        if (block := self.gguf.block_type(stored)) is None:
+            if (floats := ternary_of_floats(self.stored_values(name), layer)) is not None:
+                return floats
             raise UserError(
                 f"layer {layer} of {self.gguf.path} is not ternary, as its first rows are"
             )
-        return floats
+        codes, scales = self.gguf.codes(stored, block)
+        scales = scales.astype(np.float32) * self._factor(stored)
+        if self._turned(name):
+            codes = self._in_halves(layer, codes)
+            scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
+        ternary = with_fewest_scales(codes, scales, layer)
+        # The products are float32; scales that float16 holds exactly are stored as float16.
+        with np.errstate(over="ignore"):
+            as_half = ternary.weight_scale.astype(np.float16)
+        if as_half.ndim and np.array_equal(as_half, ternary.weight_scale):
+            return ternary._replace(weight_scale=as_half)
+        return ternary
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
-        """Return rows of embedding or head if they are ternary, else None; see `Checkpoint`."""
         stored = self.names[name]
         if (block := self.gguf.block_type(stored)) is None:
-            return ternary_of_floats(self.values(name, part), name)
+            return ternary_of_floats(self.stored_values(name, part), name)
         codes, scales = self.gguf.codes(stored, block, part)
         if codes.max() > 1:
             return None
         return with_fewest_scales(codes, scales.astype(np.float32) * self._factor(stored), name)
-
-    def _layers(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-        layers = {}
-        for name, shape in wanted.items():
-            layer = name.removesuffix(".weight")
-            if len(shape) != 2 or layer in _TABLES:
-                continue
-            stored = self.names[name]
-            if not self.is_ternary(stored):
-                raise UserError(
-                    f"{self.gguf.path}: tensor {stored} is {self.gguf.type_name(stored)} and not "
-                    "ternary, as others are; llama.cpp runs such files"
-                )
-            layers[layer] = (shape[0], shape[1])
-        if not layers:
-            raise UserError(f"{self.gguf.path} has no ternary layer")
-        return layers
 
     def _settle_i2_s(self) -> None:
         """Decide from the weights which order the codes of I2_S are in; warn if they do not show it.
@@ -326,8 +242,8 @@ class GgufCheckpoint(_GgufModel, Checkpoint):
             columns = np.abs(self._stored_ternary(down).codes).mean(0)
             by_arm = in_arm_order(columns.reshape(-1, I2_S.codes)).reshape(-1)
             with np.errstate(invalid="ignore"):
-                found = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
-            squares += len(rows) * np.nan_to_num(np.square(found))
+                fits = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
+            squares += len(rows) * np.nan_to_num(np.square(fits))
         if squares.max() >= _SURE:
             self.gguf.i2_s = I2_S_ARM if squares[1] > squares[0] else I2_S
         elif tells:

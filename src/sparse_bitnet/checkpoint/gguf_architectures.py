@@ -41,13 +41,10 @@ _ROTATED_NORMS: dict[str, Part] = {
 _PLAIN = _ATTENTION | _FEED_FORWARD | _NORMS
 """Tensors of a plain block, in the order of transformers' models."""
 _WITH_HEAD_NORMS = _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _NORMS
-_WITH_SUB_NORMS = (
-    _ATTENTION
-    | {"attn_sub_norm": ("self_attn.attn_sub_norm", "queries")}
-    | _FEED_FORWARD
-    | {"ffn_sub_norm": ("mlp.ffn_sub_norm", "intermediate")}
-    | _NORMS
-)
+_WITH_SUB_NORMS = {
+    **{**_ATTENTION, "attn_sub_norm": ("self_attn.attn_sub_norm", "queries")},
+    **{**_FEED_FORWARD, "ffn_sub_norm": ("mlp.ffn_sub_norm", "intermediate"), **_NORMS},
+}
 LINEAR_NORM = "_norm_in"
 """Name ending, in the file, of the norm of a linear layer's input (BitNet-embedding)."""
 _LINEAR_NORMS = {
@@ -55,7 +52,7 @@ _LINEAR_NORMS = {
     for stored, (name, _, columns) in (_ATTENTION | _FEED_FORWARD).items()
 }
 _GEMMA = _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _GEMMA_NORMS
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors outside the blocks."""
 
 
@@ -91,14 +88,14 @@ class GgufArchitecture(NamedTuple):
         is_norm = name.endswith("norm.weight") and not name.endswith("proj.norm.weight")
         return self.norm_offset if is_norm else 0.0
 
-    def stored_name(self, name: str) -> str | None:
-        """Return the file's name of a transformers tensor, or None if the architecture lacks it."""
+    def stored_name(self, name: str) -> str:
+        """Return the file's name of a transformers tensor; empty if the architecture lacks it."""
         base, _, end = name.rpartition(".")
-        names = {ours: stored for stored, ours in TOP.items()}
+        names = {ours: stored for stored, ours in _TOP.items()}
         if base.startswith("model.layers."):
             layer, _, base = base.removeprefix("model.layers.").partition(".")
             names = {ours: f"blk.{layer}.{stored}" for stored, (ours, *_) in self.block.items()}
-        return f"{names[base]}.{end}" if base in names and end in ("weight", "bias") else None
+        return f"{names[base]}.{end}" if base in names and end in ("weight", "bias") else ""
 
 
 _SILU, _RELU2 = {"hidden_act": "silu"}, {"hidden_act": "relu2"}
@@ -106,47 +103,31 @@ _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _BITNET_CPP = "its activation is the squared ReLU, so bitnet.cpp reads it and llama.cpp does not"
 _EMBEDDING = "its linears have norms, so bitnet.cpp reads it and llama.cpp does not"
 _NO_WINDOW = "llama.cpp's llama has no window: there, tokens also see what lies before it"
+_QWEN3 = GgufArchitecture("qwen3", "qwen3", _SILU, _WITH_HEAD_NORMS)
+_BITNET = GgufArchitecture("bitnet", "bitnet", _RELU2, _WITH_SUB_NORMS, own_head_size=False)
+_GEMMA3 = GgufArchitecture("gemma3", GEMMA3, _GELU, _GEMMA, windows=True, norm_offset=1.0)
+
+
+def _with_linear_norms(row: GgufArchitecture) -> GgufArchitecture:
+    block = {**row.block, **_LINEAR_NORMS}
+    return row._replace(block=block, linear_norms=True, note=_EMBEDDING, in_llama_cpp=False)
+
+
 ARCHITECTURES = (
     GgufArchitecture("qwen2", "qwen2", _SILU, biases="always", own_head_size=False),
-    GgufArchitecture("qwen3", "qwen3", _SILU, _WITH_HEAD_NORMS),
-    GgufArchitecture(
-        "qwen3",
-        "qwen3",
-        _SILU,
-        _WITH_HEAD_NORMS | _LINEAR_NORMS,
-        linear_norms=True,
-        note=_EMBEDDING,
-        in_llama_cpp=False,
-    ),
+    _QWEN3,
+    _with_linear_norms(_QWEN3),
     GgufArchitecture("llama", "llama", _SILU, rotates_neighbours=True, biases="optional"),
     GgufArchitecture(
         "llama", "mistral", _SILU, rotates_neighbours=True, windows=True, note=_NO_WINDOW
     ),
-    GgufArchitecture("gemma3", GEMMA3, _GELU, _GEMMA, windows=True, norm_offset=1.0),
-    GgufArchitecture(
-        "gemma3",
-        GEMMA3,
-        _GELU,
-        _GEMMA | _LINEAR_NORMS,
-        windows=True,
-        linear_norms=True,
-        norm_offset=1.0,
-        note=_EMBEDDING,
-        in_llama_cpp=False,
-    ),
+    _GEMMA3,
+    _with_linear_norms(_GEMMA3),
     GgufArchitecture(
         "hunyuan-dense", HUNYUAN, _SILU, _ATTENTION | _ROTATED_NORMS | _FEED_FORWARD | _NORMS
     ),
-    GgufArchitecture(
-        "bitnet-b1.58",
-        "bitnet",
-        _RELU2,
-        _WITH_SUB_NORMS,
-        own_head_size=False,
-        note=_BITNET_CPP,
-        in_llama_cpp=False,
-    ),
-    GgufArchitecture("bitnet-25", "bitnet", _RELU2, _WITH_SUB_NORMS, own_head_size=False),
-    GgufArchitecture("bitnet", "bitnet", _SILU, _WITH_SUB_NORMS, own_head_size=False),
+    _BITNET._replace(name="bitnet-b1.58", note=_BITNET_CPP, in_llama_cpp=False),
+    _BITNET._replace(name="bitnet-25"),
+    _BITNET._replace(fields=_SILU),
 )
 """All architectures. Of two with one name, the second is for files with windows or norms in linears."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json from the metadata of a GGUF file, and the metadata from config.json."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from sparse_bitnet.checkpoint.config_fields import (
     FULL,
     GEMMA3,
+    MOST_LAYERS,
     WINDOWED,
     Fields,
     check_fields,
@@ -48,26 +50,26 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 _ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
 _SCALING = "rope.scaling"
 _KINDS = ("linear", "yarn")
-_READ = ("type", "factor", "original_context_length", "finetuned")
-_DEFAULTS = {
-    **dict.fromkeys(("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_slow"), 1),
-    **{"yarn_beta_fast": 32, "yarn_log_multiplier": 0},
+_READ = (
+    *(*_SIZES, _KV_HEADS, _EPSILON, *_HEAD_SIZES, _ROPE_BASE),
+    *("rope.scale_linear", "vocab_size", "pooling_type", "attention.layer_norm_epsilon"),
+    *(f"{_SCALING}.{key}" for key in ("type", "factor", "original_context_length", "finetuned")),
+)
+"""Keys of any architecture that are accepted: read, or without effect on these decoders."""
+_AS_HERE = {
+    **{"attention.causal": True, "tensor_data_layout": "Meta AI original pth"},
+    **dict.fromkeys((f"{_SCALING}.attn_factor", f"{_SCALING}.yarn_attn_factor"), 1),
+    **dict.fromkeys((f"{_SCALING}.yarn_ext_factor", f"{_SCALING}.yarn_beta_slow"), 1),
+    f"{_SCALING}.yarn_beta_fast": 32,
 }
-"""Rope scaling settings that may only have the value given here; those in `_READ` are read."""
-_READ_ALSO = ("rope.scale_linear", "vocab_size", "pooling_type", "attention.layer_norm_epsilon")
-"""Further keys that are accepted: understood, or without effect on these decoders."""
-_AS_HERE = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 """Keys that may have only this value."""
-_OF_THE_FILE = tuple(
-    f"{name}."
-    for name in (
-        *("general", "tokenizer", "quantize", "imatrix", "split", "sparse_bitnet", "mradermacher"),
-    )
+_OF_THE_FILE = (
+    *("general.", "tokenizer.", "quantize.", "imatrix.", "split.", "sparse_bitnet."),
+    "mradermacher.",
 )
 """Prefixes of keys that describe a file, not what its weights mean."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
-_LARGEST = 3e38
 _SHARED_SCALES = 62
 """Layers of Gemma 27B, which alone scales scores by hidden size / heads instead of the head size."""
 
@@ -89,144 +91,110 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     return rows[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
 
 
-class ConfigReader:
-    """Builds a config.json from a GGUF file. Raises `UserError` for what is missing or not covered."""
-
-    def __init__(self, file: GgufFile, architecture: GgufArchitecture) -> None:
-        self.file, self.architecture, self.name = file, architecture, architecture.name
-
-    def config(self) -> dict[str, Any]:
-        """Return the whole config.json."""
-        file, architecture = self.file, self.architecture
-        embedding = file.tensors.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise UserError(f"{file.path} has no matrix token_embd.weight: it is incomplete")
-        self._check_keys()
-        config: dict[str, Any] = {
-            "model_type": architecture.model_type,
-            **architecture.fields,
-            **{field: self._size(key) for key, field in _SIZES.items()},
-        }
-        heads = config["num_attention_heads"]
-        head = self._size(_HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
-        config |= {
-            "num_key_value_heads": self._size(_KV_HEADS, heads),
-            "rms_norm_eps": self._number(_EPSILON),
-            "vocab_size": embedding.shape[0],
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "rope_parameters": self._rope(head),
-        }
-        tokens = file.metadata.get("tokenizer.ggml.tokens")
-        if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
-            raise UserError(
-                f"{file.path}: {len(tokens)} tokens, but rows of token_embd.weight for "
-                f"{embedding.shape[0]}"
-            )
-        for name in ("bos_token_id", "eos_token_id"):
-            index = file.metadata.get(f"tokenizer.ggml.{name}")
-            has_row = type(index) is int and 0 <= index < embedding.shape[0]
-            config[name] = index if has_row else None
-        if architecture.own_head_size:
-            config["head_dim"] = head
-        if architecture.linear_norms:
-            config[LINEAR_NORMS] = config["rms_norm_eps"]
-        if architecture.windows:
-            config["sliding_window"] = self._size(_WINDOW) if self._value(_WINDOW) else None
-        return config | (self._gemma(config) if architecture.model_type == GEMMA3 else {})
-
-    def _check_keys(self) -> None:
-        """Raise `UserError` for a key that may change what the weights mean and is not read."""
-        read = [*_SIZES, _KV_HEADS, _EPSILON, *_HEAD_SIZES, _ROPE_BASE, *_READ_ALSO]
-        read += [_WINDOW] if self.architecture.windows else []
-        if self.architecture.model_type == GEMMA3:
-            read += [_PATTERN, _LOCAL_ROPE_BASE, "final_logit_softcapping"]
-        ignored = (f"{self.name}.{_SCALING}.", *_OF_THE_FILE)
-        check_fields(
-            {key: v for key, v in self.file.metadata.items() if not key.startswith(ignored)},
-            [f"{self.name}.{key}" for key in read],
-            str(self.file.path),
-            {f"{self.name}.{key}": value for key, value in _AS_HERE.items()},
-        )
-
-    def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
-        layers, pattern = config["num_hidden_layers"], self._value(_PATTERN)
-        if not isinstance(pattern, list):
-            every = () if pattern is None else (self._size(_PATTERN),)
-            pattern = gemma_windows(layers, *every)
-        if len(pattern) != layers:
-            raise UserError(
-                f"{self.file.path}: {self.name}.{_PATTERN} has {len(pattern)} layers, not {layers}"
-            )
-        has_windows = bool(config["sliding_window"])
-        local = {"rope_type": "default", "rope_theta": self._number(_LOCAL_ROPE_BASE, 10_000.0)}
-        return {
-            "layer_types": [WINDOWED if has_windows and some else FULL for some in pattern],
-            "query_pre_attn_scalar": _gemma_scores(config),
-            "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: local},
-            "final_logit_softcapping": self._value("final_logit_softcapping"),
-        }
-
-    def _rope(self, head: int) -> dict[str, Any]:
-        rope = {"rope_type": "default", "rope_theta": self._number(_ROPE_BASE, 10_000.0)}
-        rotated = self._size(_HEAD_SIZES[2], head)
-        if rotated != head or head % 2:
-            raise UserError(
-                f"{self.file.path}: {self.name}.{_HEAD_SIZES[2]} is {rotated} of {head}; all values of a "
-                "head, an even number, are rotated here"
-            )
-        prefix = f"{self.name}.{_SCALING}."
-        for key, value in self.file.metadata.items():
-            setting = key.removeprefix(prefix)
-            if key.startswith(prefix) and setting not in _READ and value != _DEFAULTS.get(setting):
-                raise UserError(f"{self.file.path}: {key} = {shown(value)} is not covered")
-        kind = self._value(f"{_SCALING}.type") or "linear"
-        factor = self._number(f"{_SCALING}.factor", self._number("rope.scale_linear", 1))
-        if kind == "linear" and factor == 1:
-            kind = "none"
-        if kind in _KINDS:
-            rope |= {"rope_type": kind, "factor": factor}
-            if kind == "yarn":
-                context = self._size(f"{_SCALING}.original_context_length")
-                rope["original_max_position_embeddings"] = context
-        elif kind != "none":
-            raise UserError(
-                f"{self.file.path}: rope scaling {shown(kind)} is not covered; "
-                f"{' and '.join(_KINDS)} are"
-            )
-        if ROPE_FACTORS in self.file.tensors:
-            rope |= self._llama3(rope["rope_theta"], head // 2 if kind == "none" else 0)
-        return rope
-
-    def _llama3(self, theta: float, count: int) -> dict[str, Any]:
-        """Return the llama3 rope parameters that reproduce the frequency factors in the file."""
-        factors = self.file.floats(ROPE_FACTORS)
-        for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
-            rope = {"factor": float(factors.max()), "original_max_position_embeddings": context}
-            if np.allclose(factors, _llama3_factors(theta, len(factors), rope), rtol=1e-4):
-                return {"rope_type": "llama3", **rope, **_LLAMA3}
+def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
+    """Return the config.json of a GGUF file. Raises `UserError` for what is missing or not covered."""
+    embedding, prefix = file.tensors.get("token_embd.weight"), f"{architecture.name}."
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(f"{file.path} has no matrix token_embd.weight: it is incomplete")
+    rows = embedding.shape[0]
+    is_gemma = architecture.model_type == GEMMA3
+    read = [*_READ, *([_WINDOW] if architecture.windows else [])]
+    read += [_PATTERN, _LOCAL_ROPE_BASE, "final_logit_softcapping"] if is_gemma else []
+    check_fields(
+        {key: v for key, v in file.metadata.items() if not key.startswith(_OF_THE_FILE)},
+        [prefix + key for key in read],
+        str(file.path),
+        {prefix + key: value for key, value in _AS_HERE.items()},
+    )
+    values = {
+        key.removeprefix(prefix): of_all_layers(value, file.metadata.get(prefix + _LAYERS))
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    # The shortest number with the same float32 value, as 1e-6 was before it was stored.
+    values |= {k: float(str(np.float32(v))) for k, v in values.items() if type(v) is float}
+    fields = Fields(values, f"{file.path}: {prefix}")
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        **architecture.fields,
+        "num_hidden_layers": fields.size(_LAYERS, most=MOST_LAYERS),
+        **{field: fields.size(key) for key, field in _SIZES.items() if key != _LAYERS},
+    }
+    heads = config["num_attention_heads"]
+    head = fields.size(_HEAD_SIZES[0], max(1, config["hidden_size"] // heads))
+    config |= {
+        "num_key_value_heads": fields.size(_KV_HEADS, heads),
+        "rms_norm_eps": fields[_EPSILON],
+        "vocab_size": rows,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "rope_parameters": _rope(file, fields, head, prefix),
+    }
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > rows:
         raise UserError(
-            f"{self.file.path}: the factors in {ROPE_FACTORS} fit no rope scaling that is covered"
+            f"{file.path}: {len(tokens)} tokens, but rows of token_embd.weight for {rows}"
         )
+    for name in ("bos_token_id", "eos_token_id"):
+        index = file.metadata.get(f"tokenizer.ggml.{name}")
+        config[name] = index if type(index) is int and 0 <= index < rows else None
+    if architecture.own_head_size:
+        config["head_dim"] = head
+    if architecture.linear_norms:
+        config[LINEAR_NORMS] = config["rms_norm_eps"]
+    if architecture.windows:
+        config["sliding_window"] = fields.size(_WINDOW) if values.get(_WINDOW) else None
+    if not is_gemma:
+        return config
+    layers, pattern = config["num_hidden_layers"], values.get(_PATTERN)
+    if not isinstance(pattern, list):
+        pattern = gemma_windows(layers, *(() if pattern is None else (fields.size(_PATTERN),)))
+    if len(pattern) != layers:
+        raise UserError(f"{file.path}: {prefix}{_PATTERN} has {len(pattern)} layers, not {layers}")
+    has_windows, base = bool(config["sliding_window"]), fields.optional(_LOCAL_ROPE_BASE, 10_000.0)
+    local = {"rope_type": "default", "rope_theta": base}
+    return config | {
+        "layer_types": [WINDOWED if has_windows and some else FULL for some in pattern],
+        "query_pre_attn_scalar": _gemma_scores(config),
+        "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: local},
+        "final_logit_softcapping": values.get("final_logit_softcapping"),
+    }
 
-    def _value(self, key: str) -> Any:
-        return self.file.metadata.get(f"{self.name}.{key}")
 
-    def _size(self, key: str, default: int | None = None) -> int:
-        value = self._number(key, default)
-        if not isinstance(value, int) or value >= 1 << 31:
-            raise UserError(f"{self.file.path}: {self.name}.{key} is {shown(value)}, not a size")
-        return value
-
-    def _number(self, key: str, default: float | None = None) -> Any:
-        value = self.file.metadata.get(f"{self.name}.{key}", default)
-        value = of_all_layers(value, self._value(_LAYERS))
-        if type(value) not in (int, float) or not 0 < value < _LARGEST:
-            raise UserError(
-                f"{self.file.path}: {self.name}.{key} is {shown(value)}, not a positive number"
-            )
-        # The shortest number with the same float32 value, as 1e-6 was before it was stored.
-        return value if isinstance(value, int) else float(str(np.float32(value)))
+def _rope(file: GgufFile, fields: Fields, head: int, prefix: str) -> dict[str, Any]:
+    """Return the rope parameters for heads of that size."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    rope["rope_theta"] = fields.optional(_ROPE_BASE, 10_000.0)
+    rotated = fields.size(_HEAD_SIZES[2], head)
+    if rotated != head or head % 2:
+        raise UserError(
+            f"{file.path}: {prefix}{_HEAD_SIZES[2]} is {rotated} of {head}; all values of a head, an "
+            "even number, are rotated here"
+        )
+    kind = fields.values.get(f"{_SCALING}.type") or "linear"
+    factor = fields.optional(f"{_SCALING}.factor", fields.optional("rope.scale_linear", 1))
+    if kind == "linear" and factor == 1:
+        kind = "none"
+    if kind in _KINDS:
+        rope |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            context = fields.size(f"{_SCALING}.original_context_length")
+            rope["original_max_position_embeddings"] = context
+    elif kind != "none":
+        raise UserError(
+            f"{file.path}: rope scaling {shown(kind)} is not covered; {' and '.join(_KINDS)} are"
+        )
+    if ROPE_FACTORS not in file.tensors:
+        return rope
+    # llama3's parameters must reproduce the frequency factors in the file.
+    factors, count = file.floats(ROPE_FACTORS), head // 2 if kind == "none" else 0
+    for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
+        llama3 = {"factor": float(factors.max()), "original_max_position_embeddings": context}
+        if np.allclose(factors, _llama3_factors(rope["rope_theta"], count, llama3), rtol=1e-4):
+            return {**rope, "rope_type": "llama3", **llama3, **_LLAMA3}
+    raise UserError(
+        f"{file.path}: the factors in {ROPE_FACTORS} fit no rope scaling that is covered"
+    )
 
 
 def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, dict[str, Any]]:
@@ -234,49 +202,39 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
 
     Raises `UserError`, beginning with `where`, for settings that a file cannot hold or llama.cpp ignores.
     """
-    fields = Fields(config, f"{where}: ")
+    fields, expect = Fields(config, f"{where}: "), functools.partial(_expect, where)
     architecture = _architecture_for(config, where)
     values: dict[str, Any] = {key: fields.size(field) for key, field in _SIZES.items()}
     heads = config["num_attention_heads"]
     head = fields.size("head_dim", head_size(config))
-    values |= {
-        _KV_HEADS: fields.size("num_key_value_heads", heads),
-        _EPSILON: fields["rms_norm_eps"],
-    }
-    only: dict[str, tuple[Any, Any]] = {
-        "a setting that is not read": (unread_setting(config), None)
-    }
+    values[_KV_HEADS] = fields.size("num_key_value_heads", heads)
+    values[_EPSILON] = fields["rms_norm_eps"]
+    expect("a setting that is not read", unread_setting(config), None)
     if not architecture.own_head_size:
-        only["head_dim"] = (head, config["hidden_size"] // heads)
+        expect("head_dim", head, config["hidden_size"] // heads)
     else:
         values |= {**dict.fromkeys(_HEAD_SIZES, head), "vocab_size": fields.size("vocab_size")}
     if not architecture.biases:
-        only["attention_bias"] = (bool(config.get("attention_bias")), False)
+        expect("attention_bias", bool(config.get("attention_bias")), False)
     if architecture.model_type == "bitnet":
-        only["tie_word_embeddings"] = (bool(config.get("tie_word_embeddings")), True)
+        expect("tie_word_embeddings", bool(config.get("tie_word_embeddings")), True)
     if architecture.model_type == GEMMA3:
         local = rope_of(config, where, local=True)
-        only |= {
-            "attn_logit_softcapping": (config.get("attn_logit_softcapping"), None),
-            "final_logit_softcapping": (config.get("final_logit_softcapping"), None),
-            "query_pre_attn_scalar": (
-                config.get("query_pre_attn_scalar", 256),
-                _gemma_scores({**config, "head_dim": head}),
-            ),
-            "rope_type of layers with a window": (local["rope_type"], "default"),
-        }
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            expect(key, config.get(key), None)
+        scores = _gemma_scores({**config, "head_dim": head})
+        expect("query_pre_attn_scalar", config.get("query_pre_attn_scalar", 256), scores)
+        expect("rope_type of layers with a window", local["rope_type"], "default")
         values[_LOCAL_ROPE_BASE] = Fields(local, f"{where}: rope parameter ")["rope_theta"]
     if any(windows := windows_of(config, where)):
         values[_WINDOW] = max(windows)
         has_window = [window > 0 for window in windows]
         if not architecture.windows:
-            only["sliding_window"] = (max(windows), None)
+            expect("sliding_window", max(windows), None)
         elif architecture.model_type != GEMMA3:
-            only["layers without a window"] = (has_window.count(False), 0)
+            expect("layers without a window", has_window.count(False), 0)
         elif has_window != gemma_windows(len(windows)):
             values[_PATTERN] = has_window
-    for setting, (value, expected) in only.items():
-        _expect(where, setting, value, expected)
     values |= _rope_metadata(rope_of(config, where), where)
     return architecture, {f"{architecture.name}.{key}": value for key, value in values.items()}
 
@@ -305,10 +263,10 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
             f"{where}: the GGUF export does not cover a norm in each linear of {model_type}"
         )
     for row in rows:
-        if all(config.get(field, value) == value for field, value in row.fields.items()):
+        ((field, value),) = row.fields.items()
+        if config.get(field, value) == value:
             return row
-    ((field, value),) = rows[0].fields.items()
-    _expect(where, field, config.get(field), value)
+    _expect(where, field, config.get(field), rows[0].fields[field])
     raise AssertionError
 
 
@@ -321,28 +279,26 @@ def _expect(where: str, setting: str, value: object, expected: object) -> None:
 
 
 def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
-    kind: str = rope["rope_type"]
-    numbers = Fields(rope, f"{where}: rope parameter ")
+    kind, context = rope["rope_type"], "original_max_position_embeddings"
+    numbers, expect = Fields(rope, f"{where}: rope parameter "), functools.partial(_expect, where)
     values: dict[str, Any] = {_ROPE_BASE: numbers["rope_theta"]}
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     if kind in _KINDS:
         known |= {"factor"}
         values |= {f"{_SCALING}.type": kind, f"{_SCALING}.factor": numbers["factor"]}
     if kind == "yarn":
-        known |= {"original_max_position_embeddings"}
-        context_key = f"{_SCALING}.original_context_length"
-        values[context_key] = numbers.size("original_max_position_embeddings")
+        known |= {context}
+        values[f"{_SCALING}.original_context_length"] = numbers.size(context)
     elif kind == "llama3":
-        known |= {"factor", "original_max_position_embeddings", *_LLAMA3}
+        known |= {"factor", context, *_LLAMA3}
         numbers["factor"]
-        _expect(where, "rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
-        context = rope.get("original_max_position_embeddings")
-        _expect(where, "original_max_position_embeddings", context in _LLAMA3_CONTEXTS, True)
+        expect("rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
+        expect(context, rope.get(context) in _LLAMA3_CONTEXTS, True)
     elif kind not in ("default", "linear"):
-        _expect(where, "rope_type", kind, "default, linear, yarn or llama3")
-    _expect(where, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+        expect("rope_type", kind, "default, linear, yarn or llama3")
+    expect("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
     others = sorted(key for key, value in rope.items() if key not in known and value is not None)
-    _expect(where, "rope parameters", others, [])
+    expect("rope parameters", others, [])
     return values
 
 

@@ -18,20 +18,14 @@ from sparse_bitnet.checkpoint.config_fields import check_basis
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.gguf_blocks import I2_S, READ_TYPES, BlockType
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Type of a value -> its format in `struct`."""
 _MOST_DIMENSIONS, _MOST_COUNT = 4, 1 << 24
 
-_FLOATS: dict[int, np.dtype] = {
-    0: np.dtype("<f4"),
-    1: np.dtype("<f2"),
-    30: np.dtype("<u2"),
-    28: np.dtype("<f8"),
-}
 _BF16, _Q8_0 = 30, np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
+_FLOATS = {0: "<f4", 1: "<f2", _BF16: "<u2", 28: "<f8"}
 _PLAIN = {*_FLOATS, 8}
 _OF_GGML = """F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K
 IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"""
@@ -63,7 +57,6 @@ class GgufFile:
     """A GGUF file; only its header stays in memory.
 
     Attributes:
-        path: path of the file.
         metadata: key -> a string, a number or a list of them.
         tensors: name -> entry.
         i2_s: block type of the tensors of type I2_S.
@@ -78,10 +71,9 @@ class GgufFile:
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
                 reader = _Reader(data)
-                self.metadata, alignment = reader.metadata, reader.alignment
-                self.tensors = reader.tensors
+            self.metadata, self.tensors = reader.metadata, reader.tensors
             # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
-            self._padding = max(64, alignment)
+            self._padding = max(64, reader.alignment)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         except UserError as error:
@@ -102,19 +94,15 @@ class GgufFile:
             rest = entry.most - block.tensor_bytes(rows, columns)
             if columns % block.codes == 0 and 0 <= rest < self._padding:
                 return self.i2_s if block is I2_S else block
-        names = " or ".join(dict.fromkeys(block.name for block in candidates))
         raise UserError(
-            f"{self.path}: tensor {name} {list(entry.shape)} has {entry.most:,} bytes, which no {names} "
-            "of that shape takes"
+            f"{self.path}: tensor {name} {list(entry.shape)} has {entry.most:,} bytes, which no "
+            f"{candidates[0].name} of that shape takes"
         )
 
     def type_name(self, name: str) -> str:
         """Return the name of a tensor's type, for messages."""
-        block = self.block_type(name)
-        if block is not None:
-            return block.name
-        type_id = self.tensors[name].type_id
-        return _NAMES.get(type_id, f"type {type_id}")
+        block, type_id = self.block_type(name), self.tensors[name].type_id
+        return _NAMES.get(type_id, f"type {type_id}") if block is None else block.name
 
     def is_quantised(self, name: str) -> bool:
         """Whether a tensor has a type of llama.cpp's that is neither ternary nor holds ternary weights
@@ -145,7 +133,8 @@ class GgufFile:
         first, last, _ = part.indices(rows)
         row_values = math.prod(entry.shape) // rows
         shape = (last - first, *entry.shape[1:])
-        if (dtype := _FLOATS.get(entry.type_id)) is not None:
+        if entry.type_id in _FLOATS:
+            dtype = np.dtype(_FLOATS[entry.type_id])
             size = row_values * dtype.itemsize
             values: np.ndarray = self._bytes(name, first * size, (last - first) * size).view(dtype)
             if entry.type_id == _BF16:
@@ -189,13 +178,7 @@ class GgufFile:
 
 
 class _Reader:
-    """Parses a header; raises `ValueError` or `struct.error` if it is malformed.
-
-    Attributes:
-        metadata: key -> value.
-        alignment: alignment of the tensors, in bytes.
-        tensors: name -> entry, with its place in the file.
-    """
+    """Parses a header; raises `ValueError` or `struct.error` if it is malformed."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
@@ -258,9 +241,8 @@ class _Reader:
             return [self._string() for _ in range(self._count(8))]
         if kind not in _NUMBERS:
             raise ValueError(f"a list of type {kind}")
-        size = struct.calcsize(_NUMBERS[kind])
-        count = self._count(size)
-        return list(struct.unpack(f"<{count}{_NUMBERS[kind]}", self._bytes(count * size)))
+        count = self._count(struct.calcsize(_NUMBERS[kind]))
+        return list(self._unpack(f"<{count}{_NUMBERS[kind]}"))
 
     def _string(self) -> str:
         return self._bytes(self._count(1)).decode("utf-8", "replace")
@@ -273,12 +255,14 @@ class _Reader:
         return count
 
     def _number(self, format: str) -> Any:
-        size = struct.calcsize(format)
-        return struct.unpack(f"<{format}", self._bytes(size))[0]
+        return self._unpack(f"<{format}")[0]
+
+    def _unpack(self, format: str) -> tuple[Any, ...]:
+        return struct.unpack(format, self._bytes(struct.calcsize(format)))
 
     def _bytes(self, count: int) -> bytes:
-        found = self._data[self._at : self._at + count]
-        if len(found) != count:
+        content = self._data[self._at : self._at + count]
+        if len(content) != count:
             raise ValueError("its header is cut off")
         self._at += count
-        return found
+        return content

@@ -71,51 +71,40 @@ class PreTokenizer(NamedTuple):
     """Whether texts begin with the bos token if a file does not say."""
 
 
+def _pre(
+    names: str, *regexes: str, ignores_merges: bool = False, begins: bool = False
+) -> PreTokenizer:
+    return PreTokenizer(tuple(names.split()), regexes, ignores_merges, begins)
+
+
 PRE_TOKENIZERS = (
-    PreTokenizer(
-        (
-            *("gpt-2", "phi-2", "mpt", "olmo", "gigachat", "mellum", "jais", "trillion"),
-            *("granite-docling", "exaone4", "a.x-4.0"),
-        ),
-        (GPT2,),
+    _pre(
+        "gpt-2 phi-2 mpt olmo gigachat mellum jais trillion granite-docling exaone4 a.x-4.0",
+        GPT2,
     ),
-    PreTokenizer(
-        (
-            *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-            "mellum2",
-        ),
-        (DIGIT, GPT2),
+    _pre("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", DIGIT, GPT2),
+    _pre(
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+        _QWEN2,
     ),
-    PreTokenizer(
-        (
-            *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"),
-            *("solar-open", "grok-2"),
-        ),
-        (_QWEN2,),
-    ),
-    PreTokenizer(("qwen35",), (_QWEN35,)),
-    PreTokenizer(
-        (
-            *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
-            *("lfm2", "jina-v5-nano"),
-        ),
-        (_LLAMA3,),
+    _pre("qwen35", _QWEN35),
+    _pre(
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+        _LLAMA3,
         ignores_merges=True,
         begins=True,
     ),
-    PreTokenizer(("glm4", "glm5"), (_LLAMA3,), ignores_merges=True),
-    PreTokenizer(("dbrx", "smaug-bpe", "chatglm-bpe"), (_LLAMA3,)),
-    PreTokenizer(
-        ("minicpm5",), (r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), ignores_merges=True
-    ),
-    PreTokenizer(("tekken",), (_TEKKEN,), ignores_merges=True, begins=True),
-    PreTokenizer(("seed-coder",), (_SEED,)),
-    PreTokenizer(("falcon_e",), (*_FALCON, "[0-9]")),
-    PreTokenizer(("falcon",), (*_FALCON, "[0-9][0-9][0-9]")),
-    PreTokenizer(("poro-chat", "bloom", "gpt3-finnish"), (_BLOOM,)),
-    PreTokenizer(("viking",), (_BLOOM, DIGIT)),
-    PreTokenizer(("deepseek-coder",), _DEEPSEEK_CODER),
-    PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
+    _pre("glm4 glm5", _LLAMA3, ignores_merges=True),
+    _pre("dbrx smaug-bpe chatglm-bpe", _LLAMA3),
+    _pre("minicpm5", r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+"), ignores_merges=True),
+    _pre("tekken", _TEKKEN, ignores_merges=True, begins=True),
+    _pre("seed-coder", _SEED),
+    _pre("falcon_e", *_FALCON, "[0-9]"),
+    _pre("falcon", *_FALCON, "[0-9][0-9][0-9]"),
+    _pre("poro-chat bloom gpt3-finnish", _BLOOM),
+    _pre("viking", _BLOOM, DIGIT),
+    _pre("deepseek-coder", *_DEEPSEEK_CODER),
+    _pre("deepseek-v3 hunyuan-dense joyai-llm hy_v4", *_DEEPSEEK3),
 )
 """All pre-tokenizers that can be read and written."""
 
@@ -125,19 +114,10 @@ _DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id":
 
 
 def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json into a folder.
-
-    Args:
-        metadata: metadata of a GGUF file.
-        path: path of that file, for messages.
-
-    Raises `UserError` as `read_tokenizer` does.
-    """
-    fields = {
-        key.removeprefix("tokenizer.ggml."): value
-        for key, value in metadata.items()
-        if key.startswith("tokenizer.ggml.")
-    }
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json into a folder, from the
+    metadata of the GGUF file at `path`. Raises `UserError` as `read_tokenizer` does."""
+    begin = "tokenizer.ggml."
+    fields = {k.removeprefix(begin): v for k, v in metadata.items() if k.startswith(begin)}
     tokenizer = read_tokenizer(fields, str(path))
     tokens = fields["tokens"]
     fields = _DEFAULTS.get(fields["model"], {}) | fields
@@ -186,8 +166,8 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
             is_normalized = kind == _USER_DEFINED and tokenizer.normalizer is None
             added = [
                 AddedToken(token, normalized=is_normalized, special=kind == _CONTROL)
-                for token, found in zip(tokens, types, strict=False)
-                if found == kind
+                for token, stated in zip(tokens, types, strict=False)
+                if stated == kind
             ]
             tokenizer.add_tokens(added)
         return tokenizer
@@ -266,16 +246,14 @@ def _sentence_piece(fields: dict[str, Any], where: str) -> "Tokenizer":
         merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     else:
         merges = list(_implied_merges(vocabulary, fields["scores"]))
-    begins_with_space = fields.get("add_space_prefix", True)
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True)
-    )
-    # Prepend also puts a space before a text that begins with one, which Metaspace would not do.
-    before = [Prepend("▁")] if begins_with_space else []
-    tokenizer.normalizer = Sequence([*before, Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if begins_with_space:
+    bpe = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    before, steps = [], [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.get("add_space_prefix", True):
+        # Prepend also puts a space before a text that begins with one, which Metaspace would not do.
+        before.append(Prepend("▁"))
         steps.append(decoders.Strip(content=" ", left=1))
+    tokenizer.normalizer = Sequence([*before, Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
@@ -284,27 +262,25 @@ def _implied_merges(
     vocabulary: dict[str, int], scores: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
     """Return the pairs that join into a token, the best score first, as SentencePiece joins them."""
-    found = []
+    merges: list[tuple[float, tuple[str, str]]] = []
     for token, score in zip(vocabulary, scores, strict=False):
         if len(token) > _LONGEST:
             continue
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [pair for pair in cuts if vocabulary.keys() >= set(pair)]
         pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(score, pair) for pair in pairs]
-    found.sort(key=lambda one: (one[0], len(one[1][0]), len(one[1][1])), reverse=True)
-    return (pair for _, pair in found)
+        merges += [(score, pair) for pair in pairs]
+    merges.sort(key=lambda one: (one[0], len(one[1][0]), len(one[1][1])), reverse=True)
+    return (pair for _, pair in merges)
 
 
 def _around(ids: dict[str, int], first: str | None, last: str | None) -> dict[str, Any]:
     """Return the post-processor, as in tokenizer.json, that puts these tokens around every text."""
-
-    def part(kind: str, name: str) -> dict[str, Any]:
-        return {kind: {"id": name, "type_id": 0}}
-
-    before, after = ([part("SpecialToken", token)] if token else [] for token in (first, last))
-    text, other = part("Sequence", "A"), part("Sequence", "B")
     tokens = [token for token in (first, last) if token]
+    before, after = (
+        [{"SpecialToken": {"id": token, "type_id": 0}}] if token else [] for token in (first, last)
+    )
+    text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "type": "TemplateProcessing",
         "single": [*before, text, *after],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading in the form of the Hugging Face hub, masters included.
+"""Trained models in the form of the Hugging Face hub, masters included: saving, loading, single tensors.
 
 The folder is an ordinary transformers checkpoint (config.json, model.safetensors, tokenizer) whose
 config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseBitConfig`. Once
@@ -8,19 +8,41 @@ bit; the master weights are stored, so training can continue from there. Packed 
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.load import load_with
-from sparse_bitnet.checkpoint.model_folder import MASTERS_HELD, WITHOUT_IMPORT, finish_folder
-from sparse_bitnet.checkpoint.packed_loading import finish_model_, open_packed, prepare_model_
-from sparse_bitnet.checkpoint.weight_files import WeightFiles
+import torch
+from torch import Tensor
+
+from sparse_bitnet.checkpoint.checkpoint import (
+    Checkpoint,
+    StoredModel,
+    check_tensors,
+    embedding_weights,
+    stored_tensors,
+)
+from sparse_bitnet.checkpoint.config_fields import check_fields
+from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.model_folder import (
+    CONFIG_FILE,
+    MASTERS_HELD,
+    WITHOUT_IMPORT,
+    WeightFiles,
+    finish_folder,
+)
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, prepare_model_
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
+from sparse_bitnet.layer_config import REGISTERED
 from sparse_bitnet.nn.convert import FORMAT_VERSION, convert_, quantization_config, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.packing.formats import QUANT_METHOD, check_version
+from sparse_bitnet.nn.selection import Selection, select
+from sparse_bitnet.packing.formats import QUANT_METHOD, SCALE_GROUPS, scale_group
+from sparse_bitnet.packing.tensor_file import DTYPES
+from sparse_bitnet.packing.ternary import TernaryWeight
+from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.variants.registry import Matrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,20 +51,14 @@ _REQUIRED_KEYS = ("version", "format", "modules_to_not_convert")
 
 
 def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitConfig:
-    """The `SparseBitConfig` of a `quantization_config` entry.
-
-    Args:
-        entry: of a config.json.
-        where: that file, for messages.
+    """Return the `SparseBitConfig` of the `quantization_config` in the config.json `where`.
 
     Raises `UserError` for a missing or an unknown key, or a version newer than this package reads.
     """
-    if missing := [key for key in _REQUIRED_KEYS if key not in entry]:
-        raise UserError(f"{where}: quantization_config lacks {', '.join(missing)}")
-    if unknown := sorted(entry.keys() - {"quant_method", *_REQUIRED_KEYS}):
-        raise UserError(
-            f"{where}: quantization_config has unknown {', '.join(unknown)}; upgrade sparse-bitnet"
-        )
+    for key in _REQUIRED_KEYS:
+        if key not in entry:
+            raise UserError(f"{where}: quantization_config lacks {key}")
+    check_fields(entry, ("quant_method", *_REQUIRED_KEYS), f"{where}: quantization_config")
     kept = entry["modules_to_not_convert"]
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         raise UserError(f"{where}: modules_to_not_convert is not a list of names")
@@ -69,89 +85,86 @@ def save_pretrained(
     Raises `UserError` when the model holds no `SparseBitLinear`, `folder` holds something that is no
     checkpoint, or the disk is full; `folder` is then as before.
     """
-    layers = sparse_layers(model)
-    if not layers:
+    configs = [layer.config for layer in sparse_layers(model).values()]
+    if not configs:
         raise UserError(
             f"{type(model).__name__} has no SparseBitLinear to save; use convert_ first"
         )
-    config = next(iter(layers.values())).config
-    if any(layer.config != config for layer in layers.values()):
+    if any(config != configs[0] for config in configs):
         raise UserError("layers differ in their format; one checkpoint holds one format")
     folder = Path(folder)
     check_ours(folder, ["config.json"], "a checkpoint")
-    model.config.quantization_config = quantization_config(model, config)
+    model.config.quantization_config = quantization_config(model, configs[0])
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _check_comes_back(model, temporary)
         finish_folder(temporary, MASTERS_HELD)
 
 
-def _check_weights(model: "PreTrainedModel", files: Sequence[str | Path] | None) -> None:
-    """Raise `UserError` when a converted layer's weight is missing from the safetensors `files`, or
-    of another shape there.
+class TrainedCheckpoint(Checkpoint):
+    """A folder whose names and shapes are those of the model that config.json describes."""
 
-    transformers only warns about missing weights and would leave them random.
-    """
-    if not files or not all(str(file).endswith(".safetensors") for file in files):
-        return
-    stored = WeightFiles([Path(file) for file in files]).shapes
-    names = _loaded_names(model, stored)
-    shapes = {names[name]: list(shape) for name, shape in stored.items()}
-    # Of blocks that share weights only the first one's are stored.
-    ties = model.all_tied_weights_keys
-    for name, layer in sparse_layers(model).items():
-        weight, expected = f"{name}.weight", list(layer.weight.shape)
-        if (shape := shapes.get(ties.get(weight, weight))) is None:
+    def __init__(self, stored: StoredModel) -> None:
+        """Open the folder. Raises `UserError` unless it is complete."""
+        super().__init__(stored)
+        folder, entry, model = stored.folder, stored.entry, self.model
+        self.format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
+        if entry:
+            self.format = read_format(entry, where=str(folder / CONFIG_FILE))
+            dense = set(entry["modules_to_not_convert"])
+            convert_(model, self.format, lambda module, name: name not in dense)
+        self.layers = {
+            name: (layer.out_features, layer.in_features)
+            for name, layer in sparse_layers(model).items()
+        }
+        self.has_masters = True
+        self.has_one_scale = self.format.quantizer == REGISTERED["quantizer"]
+        wanted = stored_tensors(model)
+        self.files: WeightFiles | dict[str, Tensor] = WeightFiles.in_folder(folder)
+        shapes, dtypes = self.files.shapes, self.files.dtypes
+        if not shapes.keys() <= model.state_dict().keys() and len(shapes) <= len(wanted):
+            # transformers renames these tensors on loading (GPT-NeoX), so they are read into memory.
+            self.files = from_pretrained(folder).state_dict()
+            names = {getattr(torch, name): key for key, name in DTYPES.items()}
+            shapes = {name: tuple(value.shape) for name, value in self.files.items()}
+            dtypes = {name: names[value.dtype] for name, value in self.files.items()}
+        shapes = {n: shape for n, shape in shapes.items() if n not in model.all_tied_weights_keys}
+        check_tensors(wanted, shapes, dtypes, folder)
+        masters = {f"{name}.{part}" for name in self.layers for part in ("weight", "input_norm")}
+        first = [name for name in embedding_weights(model) if name in wanted]
+        others = [*first, *(name for name in wanted if name not in masters and name not in first)]
+        self.others = {name: shapes[name] for name in others}
+        self.dtypes = {name: dtypes[name] for name in others}
+
+    def stored_values(self, name: str, part: slice = slice(None)) -> Tensor:
+        if isinstance(self.files, WeightFiles):
+            return self.files.read(name, part)
+        return self.files[name][part] if self.files[name].dim() else self.files[name]
+
+    def master(self, layer: str) -> Tensor:
+        return self.read(f"{layer}.weight")
+
+    def ternary(self, layer: str) -> TernaryWeight:
+        codes, _, weight_scale = self._selection(layer)[:3]
+        assert codes is not None
+        assert weight_scale is not None
+        if weight_scale.dim() and scale_group(tuple(weight_scale.shape), *codes.shape) is None:
             raise UserError(
-                f"checkpoint lacks {weight}: the files are incomplete or of another model"
+                f"{self.folder}: {self.format.quantizer} gives {layer} scales "
+                f"{list(weight_scale.shape)} for {list(codes.shape)} weights; packed are one a matrix, "
+                f"a row, or {', '.join(map(str, SCALE_GROUPS))} weights: use `export --to dense`"
             )
-        if shape != expected:
-            raise UserError(f"checkpoint's {weight} is {shape}, its config.json asks {expected}")
+        return TernaryWeight(codes, weight_scale)
 
+    def effective(self, layer: str) -> Tensor:
+        return self._selection(layer).effective(self.master(layer).float())
 
-def _loaded_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Return the parameter into which transformers loads each stored name, by its own renaming."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    transforms = get_model_conversion_mapping(model)
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    renamings: list[Any] = [entry for entry in transforms if entry not in converters]
-    own, prefix = dict.fromkeys(model.state_dict(), True), model.base_model_prefix
-    return {name: rename_source_key(name, renamings, converters, prefix, own)[0] for name in stored}
-
-
-def _convert_empty_(model: Any, entry: dict[str, Any], files: Sequence[str | Path] | None) -> None:
-    """Make an empty model what was saved, and check that the files hold its layers."""
-    # A base model without its head has the same names less the prefix.
-    prefix = f"{model.base_model_prefix}."
-    dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-    with warnings.catch_warnings(action="ignore"):
-        convert_(
-            model,
-            read_format(entry),
-            lambda module, name: name.removeprefix(prefix) not in dense,
-            allow_partial=True,
-        )
-    _check_weights(model, files)
-
-
-def _check_comes_back(model: "PreTrainedModel", folder: Path) -> None:
-    """Raise `UserError` when the saved folder would not load, tried without memory for weights."""
-    import torch
-
-    config: Any = load_with(type(model.config).from_pretrained, folder)
-    with torch.device("meta"):
-        empty = type(model)._from_config(config)
-        try:
-            files = sorted(folder.glob("*.safetensors"))
-            _convert_empty_(empty, config.quantization_config, files)
-        except UserError as error:
-            raise UserError(
-                f"{type(model).__name__} cannot be saved so that it loads again: {error}"
-            ) from error
+    def _selection(self, layer: str) -> Selection:
+        """Select mask, codes and scales from a layer's trained weight, in the checkpoint's format."""
+        norm = f"{layer}.input_norm"
+        matrix = Matrix(input_norm=self.read(norm) if norm in self.files else None)
+        return select(self.master(layer), self.format, matrix=matrix)
 
 
 def register() -> None:
@@ -167,21 +180,16 @@ def register() -> None:
     if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
         return
 
-    def registered_entry(method: str, check: Callable[[dict[str, Any]], object]) -> None:
-        @register_quantization_config(method)
-        class Entry(QuantizationConfigMixin):
-            """The `quantization_config` entry as transformers passes it around."""
+    class Entry(QuantizationConfigMixin):
+        """The `quantization_config` entry as transformers passes it around."""
 
-            def __init__(self, quant_method: str = method, **entry: Any) -> None:
-                check(entry)
-                self.__dict__.update(entry, quant_method=quant_method)
+        def __init__(self, **entry: Any) -> None:
+            self.__dict__.update(entry)
 
-    registered_entry("sparse_bitnet", read_format)
-    registered_entry(QUANT_METHOD, lambda entry: check_version(entry, "config.json"))
+    class MastersQuantizer(HfQuantizer):
+        """Converts the empty model before its weights are read."""
 
-    class Quantizer(HfQuantizer):
-        requires_calibration = False
-        is_trainable = is_qat_trainable = is_compileable = False
+        is_trainable = is_qat_trainable = is_compileable = True
 
         def update_attn_implementation(self, config: Any) -> Any:
             # What `finish_folder` put there, to stop a loading without this quantizer.
@@ -194,32 +202,36 @@ def register() -> None:
         def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
             return self.is_trainable
 
-    @register_quantizer("sparse_bitnet")
-    class MastersQuantizer(Quantizer):
-        """Converts the empty model before its weights are read."""
-
-        is_trainable = is_qat_trainable = is_compileable = True
-
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
             entry = self.quantization_config.to_dict()
-            _convert_empty_(model, entry, kwargs.get("checkpoint_files"))
+            format = read_format(entry)
+            # A base model without its head has the same names less the prefix.
+            prefix = f"{model.base_model_prefix}."
+            dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
+            with warnings.catch_warnings(action="ignore"):
+                convert_(
+                    model,
+                    format,
+                    lambda module, name: name.removeprefix(prefix) not in dense,
+                    allow_partial=True,
+                )
 
-    @register_quantizer(QUANT_METHOD)
-    class PackedQuantizer(Quantizer):
+    class PackedQuantizer(MastersQuantizer):
         """Replaces the layers of the empty model and decodes them when they are loaded.
 
         It saves nothing, which would lack checksums and metadata: copy the folder instead.
         """
 
         requires_calibration = True
+        is_trainable = is_qat_trainable = is_compileable = False
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            files = kwargs.get("checkpoint_files") or []
-            if len(files) != 1 or not str(files[0]).endswith(".safetensors"):
-                raise UserError("a packed model is one model.safetensors file; pack it again")
-            file, self.metadata = open_packed(files[0])
-            self.metadata.check_config_entry(self.quantization_config.to_dict(), str(files[0]))
-            prepare_model_(model, file, self.metadata)
+            folder = Path(kwargs["checkpoint_files"][0]).parent
+            prepare_model_(model, PackedCheckpoint(find_checkpoint(folder)))
 
         def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            finish_model_(model, self.metadata)
+            finish_model_(model)
+
+    for method, quantizer in (("sparse_bitnet", MastersQuantizer), (QUANT_METHOD, PackedQuantizer)):
+        register_quantization_config(method)(Entry)
+        register_quantizer(method)(quantizer)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading through transformers: a model's skeleton, the model with its weights, and its tokenizer."""
 
+import contextlib
 import copy
 import os
 import tempfile
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.config_fields import of_all_layers
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
@@ -19,11 +21,12 @@ from sparse_bitnet.checkpoint.model_folder import (
     check_weights_as_stored,
     gguf_inside,
     is_gguf,
+    is_hub_id,
     local_folder,
     quantization_entry,
+    read_config,
     read_json_if_there,
 )
-from sparse_bitnet.checkpoint.weight_files import refuse_wrapped
 from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.packing.formats import QUANT_METHOD
 
@@ -31,16 +34,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
+def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Return a model folder, its config.json and the `quantization_config` in it.
+
+    Check first that every file may be opened (`check_file`), that the number of layers is plausible, and
+    that the weights can be used as they are. Raises `UserError`.
+    """
+    folder = local_folder(path_or_id)
+    if is_hub_id(str(path_or_id)) and not (folder / CONFIG_FILE).exists():
+        raise UserError(
+            f"{path_or_id} has no {CONFIG_FILE}: name a GGUF file, {path_or_id}/FILE.gguf"
+        )
+    check_folder(folder)
+    stored = read_config(folder)
+    layers = stored.get("num_hidden_layers")
+    config = {key: of_all_layers(value, layers) for key, value in stored.items()}
+    check_layers(config, folder)
+    check_weights_as_stored(config, folder)
+    return folder, config, quantization_entry(config)
+
+
 def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
-    """Load a model folder, a hub id or a config with one of transformers' loaders.
+    """Call a loader of transformers, such as `AutoTokenizer.from_pretrained`, on a folder or config.
 
     Every such call of the package goes through here: the folder is checked first, and its code is never
     run. transformers would otherwise ask on stdin whether to run it.
-
-    Args:
-        loader: a function such as `AutoModelForCausalLM.from_pretrained`.
-        source: first argument of `loader`.
-        kwargs: further arguments of `loader`.
     """
     if isinstance(source, str | Path):
         source = local_folder(source)
@@ -50,11 +68,7 @@ def load_with(loader: Callable[..., Any], source: Any, **kwargs: Any) -> Any:
 
 
 def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
-    """Build the causal LM of a folder's config.json on the meta device: names and shapes, no memory.
-
-    Args:
-        config: content of config.json.
-        folder: the folder, or a file that holds config and weights.
+    """Build the causal LM of the config.json in a folder or GGUF file on the meta device, without memory.
 
     Raises `UserError` for an architecture that transformers does not know, and for sizes and settings
     from which it builds no model.
@@ -62,7 +76,7 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    where = folder if folder.is_file() else folder / "config.json"
+    where = folder if folder.is_file() else folder / CONFIG_FILE
     failure = f"{where} describes no causal language model that transformers builds"
     with library_errors_as(failure), torch.device("meta"):
         # A copy: transformers completes nested entries in place.
@@ -71,63 +85,50 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
         return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
 
 
-def _check_fits(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a config.json with more values than its weights can hold: transformers would
-    allocate them all before it missed any."""
-    files = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
-    held = sum(path.stat().st_size for path in files)
-    if not held or quantization_entry(config).get("quant_method") == QUANT_METHOD:
-        return
-    try:
-        model = skeleton(config, folder)
-    except UserError:
-        return  # for transformers to say
-    asked = sum(parameter.numel() for parameter in model.parameters())
-    if asked > 8 * held:
-        raise UserError(
-            f"{folder}: {CONFIG_FILE} asks for {asked:,} values, more than {held:,} bytes hold"
-        )
-
-
 def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     """Load a causal LM from a folder or hub id through transformers: our checkpoints, or any dense model.
+    `kwargs` are those of `AutoModelForCausalLM.from_pretrained`.
 
-    Args:
-        path_or_id: folder or hub id.
-        kwargs: arguments of `AutoModelForCausalLM.from_pretrained`.
-
-    Raises a one-line `UserError` for anything that prevents loading, including a missing weight
-    (transformers alone would leave it random).
+    Raises a one-line `UserError` for anything that prevents loading, including a weight that is missing
+    or of another shape (transformers alone would leave it random).
     """
     from transformers import AutoModelForCausalLM
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    folder = local_folder(path_or_id)
-    config = read_json_if_there(folder / CONFIG_FILE)
     # With peft, transformers would load the model that an adapter names, from anywhere.
-    check_weights_as_stored(config, folder)
-    method = str((entry := quantization_entry(config)).get("quant_method"))
+    folder, config, entry = open_folder(path_or_id)
+    method = str(entry.get("quant_method"))
     if entry and not {method, f"{method}_4bit"} & AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
         # transformers would skip it, and take the stored values for the weights.
         raise UserError(
             f"{folder / CONFIG_FILE}: neither sparse-bitnet nor transformers reads weights of "
             f"quant_method {method!r}"
         )
-    _check_fits(config, folder)
-    with library_errors_as(f"cannot load a model from {path_or_id}"):
-        loaded: Any = load_with(
-            AutoModelForCausalLM.from_pretrained, path_or_id, output_loading_info=True, **kwargs
+    files = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    held, asked = sum(path.stat().st_size for path in files), 0
+    if held and method != QUANT_METHOD:
+        with contextlib.suppress(UserError):  # which transformers raises again
+            asked = sum(each.numel() for each in skeleton(config, folder).parameters())
+    if asked > 8 * held:
+        # transformers would allocate them all before it missed any.
+        raise UserError(
+            f"{folder}: {CONFIG_FILE} asks for {asked:,} values, more than {held:,} bytes hold"
         )
+    kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with library_errors_as(f"cannot load a model from {path_or_id}"):
+        loaded: Any = load_with(AutoModelForCausalLM.from_pretrained, path_or_id, **kwargs)
     model, info = loaded
-    refuse_wrapped(info["unexpected_keys"], path_or_id)
     parts = {name.partition(".")[0] for name, _ in model.named_children()}
     for name in sorted(info["unexpected_keys"]):
         # A module of its own beside the model, such as a value head, changes nothing.
         if name.partition(".")[0] in parts:
             raise UserError(f"{path_or_id}: tensor {name} is not part of {type(model).__name__}")
-    if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{path_or_id} lacks {missing[0]}{more}: the files are incomplete")
+    for name in sorted(info["missing_keys"]):
+        raise UserError(f"{path_or_id} lacks {name}: the files are incomplete")
+    for name, shape, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"{path_or_id}: {name} is {list(shape)}, its {CONFIG_FILE} asks {list(wanted)}"
+        )
     if not model.all_tied_weights_keys:
         # Saved with the model: a release before 5 ties a separate head if the config says so.
         model.config.tie_word_embeddings = False
@@ -142,20 +143,17 @@ def has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(
     path_or_hub_id: str | os.PathLike[str], *, eos_token: str | int | None = None
 ) -> "PreTrainedTokenizerFast":
-    """A fast transformers tokenizer from a folder or from the Hugging Face hub.
+    """Return a fast transformers tokenizer, read from a folder or from the Hugging Face hub.
 
-    Where there is a `tokenizer.json`, it is taken as it stands. `AutoTokenizer` would rebuild it from
-    the `config.json` beside it (in the folder of a Qwen2 model: as a Qwen2Tokenizer, with Qwen2's
-    pre-tokenizer and normaliser) and so may tokenise differently from what the model was trained on.
+    A `tokenizer.json` is read as it stands. `AutoTokenizer` would rebuild it from the `config.json`
+    beside it, with Qwen2's pre-tokenizer for a Qwen2 model, and may split other than in training.
 
     Args:
-        path_or_hub_id: folder of a model, run or prepared data, GGUF file, or hub id such as
-            "Qwen/Qwen2.5-0.5B".
+        path_or_hub_id: folder of a model, run or prepared data, GGUF file, or hub id.
         eos_token: token that ends a document, to replace the saved one (an instruction-tuned model's ends
             a turn); an id is not checked.
 
-    Raises:
-        UserError: no tokenizer, not a fast tokenizer, or no (such) end token.
+    Raises `UserError` if there is no tokenizer, it is not a fast one, or it has no (such) end token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -165,28 +163,26 @@ def load_tokenizer(
             write_tokenizer(GgufFile(path).metadata, path, Path(written))
             return load_tokenizer(written, eos_token=eos_token)
     folder = local_folder(Path(path_or_hub_id), TOKENIZER_FILES)
+    failure = f"no readable tokenizer in {path_or_hub_id}"
     if not has_tokenizer(folder):
         # A run has it in its model, before that in its data; prepared data have it in a folder.
         data = Path(str(read_json_if_there(folder / CONFIG_FILE).get("data")))
         inside = (folder / "final", folder / "tokenizer", data / "tokenizer")
-        folder = next((each for each in inside if has_tokenizer(each)), folder)
-    if not has_tokenizer(folder):
-        said = f"no readable tokenizer in {path_or_hub_id}: it has no tokenizer.json"
-        raise UserError(said + gguf_inside(folder))
+        if not (places := [each for each in inside if has_tokenizer(each)]):
+            raise UserError(f"{failure}: it has no tokenizer.json{gguf_inside(folder)}")
+        folder = places[0]
     exact = (folder / "tokenizer.json").exists()
     loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-    with library_errors_as(f"no readable tokenizer in {path_or_hub_id}"):
+    with library_errors_as(failure):
         tokenizer = load_with(loader.from_pretrained, folder)
     if not tokenizer.is_fast:
         raise UserError(f"{path_or_hub_id}: not a fast tokenizer; save it with a tokenizer.json")
-    if isinstance(eos_token, int):
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token)
-        return tokenizer
+    if isinstance(eos_token, str) and eos_token not in tokenizer.get_vocab():
+        raise UserError(f"{path_or_hub_id}: the vocabulary has no token {eos_token!r}")
     if eos_token is not None:
-        if eos_token not in tokenizer.get_vocab():
-            raise UserError(f"{path_or_hub_id}: the vocabulary has no token {eos_token!r}")
-        tokenizer.eos_token = eos_token
-    if tokenizer.eos_token_id is None:
+        by_id = isinstance(eos_token, int)
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token) if by_id else eos_token
+    elif tokenizer.eos_token_id is None:
         raise UserError(
             f"{path_or_hub_id}: the tokenizer names no end-of-text token: give tokenizer_config.json "
             'an "eos_token", or, to prepare text, choose one with --eos-token'

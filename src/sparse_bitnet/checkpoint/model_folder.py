@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of the files of an untrusted model folder. Imports no torch.
+"""Reader of the files of an untrusted model folder. Imports no torch until a tensor is read.
 
 Files that a folder names must lie inside it, only regular files are opened, all files but the weights
-have a size limit, and code in a folder is never run.
+have a size limit, and code in a folder is never run. Tensors are read one at a time.
 """
 
+import copy
 import json
 import os
 import re
 import shutil
 import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.config_fields import check_basis, check_fields, of_all_layers
+from sparse_bitnet.checkpoint.config_fields import MOST_LAYERS, check_basis, check_fields
 from sparse_bitnet.errors import UserError, os_errors_as, reason_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,11 +70,11 @@ TOKENIZER_FILES = (
     *("chat_template*", "additional_chat_templates/*.jinja"),
 )
 
-_LARGEST = 128 << 20
-"""Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB."""
-
 POOLING_FILES = "[1-9]_*/config.json"
 """Files that tell sentence-transformers, layer by layer, how to make a vector of a text."""
+
+_LARGEST = 128 << 20
+"""Most bytes of a file that holds no weights; published tokenizer.json have up to 33 MB."""
 _READ_BELOW = ("[1-9]_*", "additional_chat_templates")
 """Sub-folders whose files are read."""
 _SMALL_SUFFIXES = {".json", ".jinja", ".txt"}
@@ -77,8 +83,6 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+)
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
 """Patterns of a model's files; on the hub they also match in sub-folders."""
 _COUNTS = ("_layers", "_layer", "_experts", "_blocks")
-_MOST_LAYERS = 4096
-"""Most layers of a model that is built: each is a Python object, even without values."""
 _METHODS = (None, "bitnet", "compressed-tensors", "sparse_bitnet", "sparse_bitnet_packed")
 """Quantisation methods that are read here; the settings of others are left to their readers."""
 _BITNET = (
@@ -97,26 +101,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not (folder / CONFIG_FILE).exists() and (instead := gguf_inside(folder)):
         raise UserError(f"{folder} holds no {CONFIG_FILE}{instead}")
     return read_json(folder / CONFIG_FILE)
-
-
-def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Return a model folder, its config.json and the `quantization_config` in it.
-
-    Check first that every file may be opened (`check_file`), that the number of layers is plausible, and
-    that the weights can be used as they are. Raises `UserError`.
-    """
-    folder = local_folder(path_or_id)
-    if is_hub_id(str(path_or_id)) and not (folder / CONFIG_FILE).exists():
-        raise UserError(
-            f"{path_or_id} has no {CONFIG_FILE}: name a GGUF file, {path_or_id}/FILE.gguf"
-        )
-    check_folder(folder)
-    stored = read_config(folder)
-    layers = stored.get("num_hidden_layers")
-    config = {key: of_all_layers(value, layers) for key, value in stored.items()}
-    check_layers(config, folder)
-    check_weights_as_stored(config, folder)
-    return folder, config, quantization_entry(config)
 
 
 def quantization_entry(config: dict[str, Any]) -> dict[str, Any]:
@@ -152,12 +136,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def finish_folder(folder: Path, held: str) -> None:
     """Make transformers fail on a folder of ours unless `sparse_bitnet` is imported, instead of running
-    another model: config.json names an attention that no model has, and the model card says why.
-
-    Args:
-        folder: model folder that has its config.json.
-        held: sentences on what model.safetensors holds, and on what runs without the import.
-    """
+    another model: config.json names an attention that no model has, and the model card says why. `held`
+    are its sentences on what model.safetensors holds, and on what runs without the import."""
     write_json(folder / CONFIG_FILE, {**read_config(folder), **WITHOUT_IMPORT})
     (folder / "README.md").write_text(_CARD.format(held=held), encoding="utf-8")
 
@@ -195,9 +175,9 @@ def check_layers(config: dict[str, Any], folder: Path) -> None:
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
             check_layers(value, folder)
-        if isinstance(value, int) and key.endswith(_COUNTS) and value > _MOST_LAYERS:
+        if isinstance(value, int) and key.endswith(_COUNTS) and value > MOST_LAYERS:
             raise UserError(
-                f"{folder / CONFIG_FILE}: {key} is {value:,}, more than the {_MOST_LAYERS:,} of any "
+                f"{folder / CONFIG_FILE}: {key} is {value:,}, more than the {MOST_LAYERS:,} of any "
                 "model here"
             )
 
@@ -285,22 +265,113 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
     named = _HUB_ID.fullmatch(str(path_or_id))
     if named is None or not is_hub_id(str(path_or_id)):
         raise UserError(f"no such folder: {path_or_id}")
-    import huggingface_hub
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     repository, file, revision = named.groups()
     try:
         # One request that answers at once where there is no network.
         if file is not None:
-            return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision))
-        return Path(
-            huggingface_hub.snapshot_download(
-                repository, revision=revision, allow_patterns=list(patterns)
-            )
-        )
+            return Path(hf_hub_download(repository, file, revision=revision))
+        wanted = list(patterns)
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except Exception as error:
+        asked = filter(None, (repository, file, revision and f"--revision {revision}"))
         raise UserError(
             f"no such folder: {path_or_id}, and the hub gives no model of that name "
-            f"({reason_of(error)}); without a network, fetch it elsewhere: hf download {repository}"
-            + (f" {file}" if file else "")
-            + (f" --revision {revision}" if revision else "")
+            f"({reason_of(error)}); without a network, fetch it elsewhere: hf download {' '.join(asked)}"
         ) from error
+
+
+class WeightFiles:
+    """The tensors of some safetensors files by name. Nothing stays open or in memory between two reads.
+
+    Attributes:
+        folder: folder of the files.
+        shapes: name -> shape.
+        dtypes: name -> the format's name of the type, such as "BF16".
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Read the headers of at least one file. Raises `UserError`, naming it, for a damaged one."""
+        self.folder = paths[0].parent
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._places: dict[str, tuple[Path, str]] = {}
+        for path in paths:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    if name in self._places:
+                        first = self._places[name][0].name
+                        raise UserError(
+                            f"{self.folder}: tensor {name} is in {first} and {path.name}"
+                        )
+                    part = file.get_slice(name)
+                    self.shapes[name] = tuple(part.get_shape())
+                    self.dtypes[name] = part.get_dtype()
+                    self._places[name] = (path, name)
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> "WeightFiles":
+        """The files that the folder's index names; without an index, every model*.safetensors.
+
+        Raises `UserError` for a folder without such files, a damaged one, or one that the index names
+        but that is not there.
+        """
+        index, whole = folder / INDEX_FILE, folder / "model.safetensors"
+        if not index.is_file() or whole.is_file():
+            # transformers prefers the whole file too, and may leave an index of earlier parts.
+            paths = [whole] if index.is_file() else sorted(folder.glob("model*.safetensors"))
+            if not paths:
+                raise UserError(f"{folder} holds no model*.safetensors")
+            return cls(paths)
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} is damaged: no weight_map")
+        names = sorted(set(map(str, weight_map.values())))
+        return cls([file_inside(folder, name) for name in names])
+
+    def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
+        """The same tensors under other names."""
+        files = copy.copy(self)
+        for field in ("shapes", "dtypes", "_places"):
+            setattr(files, field, {new(name): each for name, each in getattr(self, field).items()})
+        return files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def read(self, name: str, part: slice = slice(None)) -> "Tensor":
+        """A tensor in its stored dtype, or some of its rows. Raises `UserError` where it is missing."""
+        if name not in self._places:
+            raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
+        path, stored = self._places[name]
+        # Opened again each time: the pages of a mapping that stays open would count as our memory.
+        with _opened(path) as file:
+            is_whole = part == slice(None)
+            return file.get_tensor(stored) if is_whole else file.get_slice(stored)[part]
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two matrices have the same bytes."""
+        import torch
+
+        shape = self.shapes[first]
+        if len(shape) != 2 or shape != self.shapes[second]:
+            return False
+        for part in (slice(start, start + 4096) for start in range(0, shape[0], 4096)):
+            one, other = (self.read(name, part).view(torch.uint8) for name in (first, second))
+            if not torch.equal(one, other):
+                return False
+        return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with os_errors_as(f"cannot read {path}"):
+            check_file(path)
+            with safe_open(path, framework="pt") as file:
+                yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {error}") from error

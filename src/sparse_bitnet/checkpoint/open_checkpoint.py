@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening a stored model by the name that a user gives: the one entry point of every command."""
 
-import functools
 import importlib
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
-from sparse_bitnet.checkpoint.load import skeleton
+from sparse_bitnet.checkpoint.load import open_folder
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
+    WeightFiles,
     gguf_inside,
     is_gguf,
     is_hub_id,
     local_folder,
-    open_folder,
     read_config,
 )
-from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.checkpoint.weight_files import WeightFiles
+from sparse_bitnet.checkpoint.saved_steps import consolidated, list_checkpoints
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.formats import QUANT_METHOD
 
 _READERS = {
-    "sparse_bitnet": ("trained", "trained.TrainedCheckpoint"),
+    None: ("dense", "hub.TrainedCheckpoint"),
+    "sparse_bitnet": ("trained", "hub.TrainedCheckpoint"),
     QUANT_METHOD: ("packed", "packed.PackedCheckpoint"),
     "bitnet": ("foreign", "foreign.BitnetFolder"),
     "compressed-tensors": ("foreign", "foreign.CompressedTensors"),
 }
-"""quant_method in config.json -> kind, and the class here that opens it."""
-_DENSE = ("dense", "trained.TrainedCheckpoint")
-_UNKNOWN = ("unknown", "")
+"""quant_method in config.json, None for none -> kind, and the class here that opens it."""
 _TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names of a head and of the embedding to which it may be tied."""
 
@@ -49,52 +46,40 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
             return str(path)
         if (path / "final" / "config.json").is_file():
             return str(path / "final")
-        found = list_checkpoints(path) or list_checkpoints(path.parent.parent)
-        named = [one for one in found if path in (one.path, one.path.parent.parent)]
+        steps = list_checkpoints(path) or list_checkpoints(path.parent.parent)
+        named = [step for step in steps if path in (step.path, step.path.parent.parent)]
         if named:
-            from sparse_bitnet.checkpoint.consolidate import consolidated
-
             return str(consolidated(named[-1]))
-        if _is_model_folder(path):
+        if (path / CONFIG_FILE).is_file() and "model_type" in read_config(path):
             return str(path)
         if path.exists():
+            more = gguf_inside(path) if path.is_dir() else " nor a GGUF file: name its folder"
             raise UserError(
-                f"{path} is neither a run folder with a checkpoint nor a model folder (config.json)"
-                + (gguf_inside(path) if path.is_dir() else " nor a GGUF file: name its folder")
+                f"{path} is neither a run folder with a checkpoint nor a model folder (config.json){more}"
             )
         if is_hub_id(str(path_or_id)):
-            is_file = ".gguf" in str(path_or_id)
-            return str(local_folder(path_or_id)) if is_file else str(path_or_id)
+            return str(local_folder(path_or_id) if ".gguf" in str(path_or_id) else path_or_id)
         raise UserError(
             f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME, or "
             "OWNER/NAME/FILE.gguf instead of :TAG)"
         )
 
 
-def _is_model_folder(path: Path) -> bool:
-    return (path / CONFIG_FILE).is_file() and "model_type" in read_config(path)
-
-
 def find_checkpoint(path: str | Path) -> StoredModel:
     """Find the stored model that a user names: a run, our or another tool's model folder, a hub id.
-
-    Args:
-        path: name of the model; a run stands for its finished model or its latest checkpoint.
 
     Raises `UserError` for anything that is not a model, and for files that must not be opened.
     """
     name = resolve_checkpoint(path)
     if Path(name).is_file():
-        from sparse_bitnet.checkpoint.gguf import find_gguf
+        from sparse_bitnet.checkpoint.gguf import GgufCheckpoint
 
-        return find_gguf(Path(name))
+        return GgufCheckpoint(Path(name))
     folder, config, entry = open_folder(name)
     method = entry.get("quant_method")
-    kind, reader = _DENSE if method is None else _READERS.get(str(method), _UNKNOWN)
-    is_tied = config.get("tie_word_embeddings") is not False
-    files = None
-    if kind == "dense" or (is_tied and kind not in ("packed", "unknown")):
-        files = WeightFiles.if_any(folder)
+    kind, reader = _READERS.get(method if method is None else str(method), ("unknown", ""))
+    is_read = kind not in ("packed", "unknown") and any(folder.glob("model*.safetensors"))
+    files = WeightFiles.in_folder(folder) if is_read else None
     if method is None:
         from sparse_bitnet.checkpoint.foreign import has_linear_norms, ternary_reader
 
@@ -105,40 +90,28 @@ def find_checkpoint(path: str | Path) -> StoredModel:
             kind, reader = "foreign", by_looking
         elif config.get("model_type") == "bitnet" or has_linear_norms(files):
             kind, reader = _READERS["bitnet"]
-    if is_tied and files is not None and _has_own_head(files):
-        config["tie_word_embeddings"] = False
+    if config.get("tie_word_embeddings") is not False and files is not None:
+        tables = [name for name in files.shapes if name.endswith(_TABLES)]
+        if len(tables) == 2 and not files.equal(*tables):
+            # transformers keeps a head apart whose values differ from the embedding's.
+            config["tie_word_embeddings"] = False
     return StoredModel(
-        name=name,
-        folder=folder,
-        kind=kind,
-        reader=reader,
-        config=config,
-        entry=entry,
-        model=functools.cache(functools.partial(skeleton, config, folder)),
+        name=name, folder=folder, kind=kind, reader=reader, config=config, entry=entry
     )
 
 
-def _has_own_head(files: WeightFiles) -> bool:
-    """Whether the files hold a head whose values differ from the embedding that the config ties it to;
-    transformers then keeps the two separate."""
-    tables = [name for name in files.shapes if name.endswith(_TABLES)]
-    return len(tables) == 2 and not files.equal(*tables)
-
-
 def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
-    """Find a stored model as `find_checkpoint` does, and open its tensors.
-
-    Args:
-        path: name of the model, as in `find_checkpoint`.
-        kinds: accepted kinds (`StoredModel.kind`); default: any.
+    """Find a stored model as `find_checkpoint` does, of one of these kinds (default: any), and open it.
 
     Raises `UserError` also for a checkpoint that is incomplete, damaged or of another kind.
     """
-    found = find_checkpoint(path)
-    if not found.reader or (kinds and found.kind not in kinds):
-        raise unsuited(found, kinds)
-    module, _, name = found.reader.partition(".")
-    return getattr(importlib.import_module(f"sparse_bitnet.checkpoint.{module}"), name)(found)
+    stored = find_checkpoint(path)
+    if not stored.reader or (kinds and stored.kind not in kinds):
+        raise unsuited(stored, kinds)
+    if isinstance(stored, Checkpoint):
+        return stored
+    module, _, name = stored.reader.partition(".")
+    return getattr(importlib.import_module(f"sparse_bitnet.checkpoint.{module}"), name)(stored)
 
 
 def open_ternary(path: str | Path) -> Checkpoint:
@@ -152,31 +125,33 @@ def open_ternary(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def unsuited(found: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserError:
+_REFUSED = {"foreign": "is not importable", "packed": "is not packed"}
+"""Accepted kinds -> what a model of another kind is not."""
+_REMEDIES = {
+    "dense": (
+        "it is a plain model; `sparse-bitnet distill {name} OUT` (in Python, convert_) makes a ternary "
+        "one of it, and {tool} runs it as it is"
+    ),
+    "unknown": (
+        "`sparse-bitnet import` reads bitnet and compressed-tensors; `sparse-bitnet distill {name} OUT` "
+        "(in Python, convert_) makes a ternary one of the model that it was made from"
+    ),
+    "packed": "it is packed already, and generate, serve, evaluate and export take it as it is",
+    "trained": "pack it first: sparse-bitnet pack {name} OUT, or use --engine transformers",
+    "foreign": "it is another tool's; sparse-bitnet import {name} OUT, then take OUT",
+}
+"""Kind of a model -> what to do where a command does not accept it."""
+
+
+def unsuited(stored: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserError:
     """Return the error for a stored model of a kind that a command does not accept, with what to do."""
-    method, is_file = found.entry.get("quant_method"), found.folder.is_file()
+    method, is_file = stored.entry.get("quant_method"), stored.folder.is_file()
     said = f"quant_method {method!r}" if method else "no quantization_config"
-    said = found.entry["not_ternary"] if is_file else f"{said} in {CONFIG_FILE}"
-    others: dict[tuple[str, ...], str] = {
-        ("foreign",): "is not importable",
-        ("packed",): "is not packed",
-    }
-    distill = (
-        f"`sparse-bitnet distill {found.name} OUT` (in Python, convert_) makes a ternary one of"
-    )
-    if found.kind == "dense":
-        tool = "llama.cpp" if is_file else "`generate --engine transformers`"
-        why = f"it is a plain model; {distill} it, and {tool} runs it as it is"
-    elif found.kind == "unknown":
-        readable = " and ".join(name for name, (kind, _) in _READERS.items() if kind == "foreign")
-        why = f"`sparse-bitnet import` reads {readable}; {distill} the model that it was made from"
-    elif found.kind == "packed":
-        why = "it is packed already, and generate, serve, evaluate and export take it as it is"
-    elif found.kind == "trained" and kinds == ("foreign",):
-        why = "it is a trained checkpoint of sparse-bitnet, which every command takes as it is"
-    elif found.kind == "trained":
-        why = f"pack it first: sparse-bitnet pack {found.name} OUT, or use --engine transformers"
-    else:
-        why = f"it is another tool's; sparse-bitnet import {found.name} OUT, then take OUT"
-    refused = others.get(kinds, "is not a trained checkpoint of sparse-bitnet")
-    return UserError(f"{found.folder} ({said}) {refused}: {why}")
+    said = stored.entry["not_ternary"] if is_file else f"{said} in {CONFIG_FILE}"
+    refused = _REFUSED.get(" ".join(kinds), "is not a trained checkpoint of sparse-bitnet")
+    remedy = _REMEDIES[stored.kind]
+    if stored.kind == "trained" and kinds == ("foreign",):
+        remedy = "it is a trained checkpoint of sparse-bitnet, which every command takes as it is"
+    tool = "llama.cpp" if is_file else "`generate --engine transformers`"
+    why = remedy.format(name=stored.name, tool=tool)
+    return UserError(f"{stored.folder} ({said}) {refused}: {why}")

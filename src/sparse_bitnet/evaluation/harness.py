@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, install, reason_of
@@ -119,7 +120,7 @@ def load_lm(
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
     return HFLM(
         pretrained=model.to(where).eval(),
-        tokenizer=stored.tokenizer(),
+        tokenizer=load_tokenizer(stored.folder),
         backend="causal",
         batch_size=batch_size,
         mixed_precision_dtype=None if dtype == torch.float32 else dtype,

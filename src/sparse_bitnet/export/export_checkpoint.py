@@ -157,7 +157,7 @@ def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
     the others, or make up those that are missing."""
     if source.kind != "packed":
         return
-    wanted = stored_tensors(source.model())
+    wanted = stored_tensors(source.model)
     if holds_linear_norms and LINEAR_NORMS in source.config:
         norms = {f"{name}.norm.weight": shape[1] for name, shape in source.layers.items()}
         wanted |= {name: torch.empty(size, device="meta") for name, size in norms.items()}

@@ -107,7 +107,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
 
     def gguf_name(name: str) -> str:
         stored = row.stored_name(name)
-        if stored is None:
+        if not stored:
             raise UserError(f"{source.folder}: llama.cpp's {row.name} has no tensor for {name}")
         return stored
 

@@ -7,13 +7,14 @@ of non-zero codes, the weights codes * scale / z have the mean magnitude `scale`
 They are a start for further training, not the weights the model was trained with.
 """
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.checkpoint import Checkpoint, warn_of_zeros
+from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.model_folder import (
     LINEAR_NORMS,
     MASTERS_HELD,
@@ -93,17 +94,11 @@ class _Foreign(Checkpoint):
     """A foreign checkpoint in a format of ours; other tensors are float32, in the model's order."""
 
     def __init__(self, foreign: Checkpoint, format: SparseBitConfig) -> None:
-        others = {name: foreign.others[name] for name in foreign.stored}
-        super().__init__(
-            foreign,
-            format=format,
-            layers=foreign.layers,
-            others=others,
-            dtypes=dict.fromkeys(others, "F32"),
-            has_one_scale=foreign.has_one_scale,
-        )
-        self.foreign, self.embeddings = foreign, foreign.embeddings
-        self.config = plain_config(foreign.config)
+        super().__init__(foreign)
+        self.foreign, self.format, self.embeddings = foreign, format, foreign.embeddings
+        self.others = {name: foreign.others[name] for name in foreign.stored}
+        self.dtypes = dict.fromkeys(self.others, "F32")
+        self.config, self.has_masters = plain_config(foreign.config), False
 
     def stored_values(self, name: str, part: slice = slice(None)) -> Any:
         values = self.foreign.stored_values(name, part)
@@ -112,9 +107,7 @@ class _Foreign(Checkpoint):
     def ternary(self, layer: str) -> TernaryWeight:
         if self.foreign.has_masters:
             return _ternary_of(self.foreign.master(layer), self.format, layer)
-        ternary = self.foreign.ternary(layer)
-        warn_of_zeros(ternary, layer, self.foreign)
-        return ternary
+        return _warned_of_zeros(self.foreign.ternary(layer), layer, self.foreign)
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
         return self.foreign.ternary_rows(name, part)
@@ -161,6 +154,12 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
         finish_folder(temporary, MASTERS_HELD)
 
 
+def _warned_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> TernaryWeight:
+    if not ternary.codes.any():
+        warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
+    return ternary
+
+
 def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor":
     import torch
 
@@ -168,8 +167,8 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
         master = foreign.master(layer)
         _ternary_of(master, format, layer)
         return master
-    ternary = TernaryWeight(*map(torch.as_tensor, foreign.ternary(layer)))
-    warn_of_zeros(ternary, layer, foreign)
+    ternary = _warned_of_zeros(foreign.ternary(layer), layer, foreign)
+    ternary = TernaryWeight(*map(torch.as_tensor, ternary))
     if ternary.weight_scale.dim():
         raise UserError(
             f"layer {layer} has several scales, which masters cannot have: import it with "

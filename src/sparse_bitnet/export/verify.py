@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.load import from_pretrained, load_with
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer, load_with
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.held_out import read_held_out
 from sparse_bitnet.errors import UserError, library_errors_as
@@ -250,7 +250,7 @@ def verify(
         if on_progress is not None:
             on_progress(done, total)
 
-    trained = transformers_reader(source.folder, source.tokenizer())
+    trained = transformers_reader(source.folder, load_tokenizer(source.folder))
     ours, our_best, sensitivity = _score(trained, tokens, context_length, advance)
     ids = trained.tokenise(PARAGRAPH)
     del trained
@@ -282,7 +282,7 @@ def text_to_verify(source: Checkpoint, config: ExportConfig) -> tuple[np.ndarray
     if data is None:
         trained_on = record.config.get("data")
         why = f": {trained_on}, on which it was trained, is not here" if trained_on else ""
-        tokens = source.tokenizer()(PARAGRAPH, add_special_tokens=False).input_ids
+        tokens = load_tokenizer(source.folder)(PARAGRAPH, add_special_tokens=False).input_ids
         return np.asarray(tokens[: config.verify_tokens + 1], np.int64), f"a built-in one{why}"
     text = read_held_out(data, str(source.folder))
     tokens = np.asarray(text.tokens[: config.verify_tokens + 1])

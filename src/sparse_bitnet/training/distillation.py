@@ -220,7 +220,7 @@ def find_teacher(
     assert config.teacher is not None
     stored = find_checkpoint(config.teacher)
     own, theirs = (
-        model.get_output_embeddings().weight.shape[0] for model in (student, stored.model())
+        model.get_output_embeddings().weight.shape[0] for model in (student, stored.model)
     )
     if own != theirs and not loader.dataset.check_tokenizer(stored.folder, config.teacher):
         raise UserError(

@@ -30,9 +30,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sparse_bitnet.checkpoint import saved_steps
-from sparse_bitnet.checkpoint.consolidate import MOMENTS, first_reason, read_tensors
 from sparse_bitnet.checkpoint.model_folder import read_json
-from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, SavedStep
+from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, MOMENTS, SavedStep
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, check_ours, locked_folder, sync_tree
 from sparse_bitnet.nn.convert import sparse_layers
@@ -237,7 +236,7 @@ class RunCheckpoints:
                     (len(rows), layer.in_features // m), dtype=word_dtype(m)
                 )
         tensors, group = self.tensors(), self.world.control_group
-        read_tensors(checkpoint, tensors, group, no_dist=self.world.mesh is None)
+        saved_steps.read_tensors(checkpoint, tensors, group, no_dist=self.world.mesh is None)
         for name, parameter in self.parameters.items():
             if f"{MOMENTS[0]}/{name}" not in tensors:  # no step has given it a gradient
                 self.optimizer.state.pop(parameter, None)
@@ -261,7 +260,7 @@ class RunCheckpoints:
                 try:
                     return function()
                 except (OSError, CheckpointException) as error:
-                    reason = getattr(error, "strerror", None) or first_reason(error)
+                    reason = getattr(error, "strerror", None) or saved_steps.first_reason(error)
                     # All processes get the same CheckpointException.
                     rank = next(iter(getattr(error, "failures", ())), self.world.rank)
                     where = f" (rank {rank})" if self.world.size > 1 else ""
