@@ -48,7 +48,7 @@ def check_least(options: object, **least: float) -> None:
     """Raise `UserError` for a field of `options` with a value below its least, or NaN; None passes."""
     for name, bound in least.items():
         values = getattr(options, name)
-        for value in values if isinstance(values, list) else [values]:
+        for value in values if isinstance(values, tuple) else [values]:
             if value is not None and not value >= bound:
                 raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
 
@@ -61,7 +61,7 @@ def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
     unset = type(options)()
     for name in names:
         if (value := getattr(options, name)) != getattr(unset, name):
-            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise UserError(f"--{name.replace('_', '-')} {shown} is not used here: {why}")
 
 

@@ -72,7 +72,7 @@ def test_training_ends_with_the_largest_batch_that_all_have_memory_for(options, 
     def step(variant, options, pattern, batch, length):
         return lacking() if batch == 4 and variant == "fake" else lambda: None
 
-    options.batch = []
+    options.batch = ()
     monkeypatch.setattr(gpu, "_training_step", step)
     rows = list(gpu.measure(options, "train", "6:8", []))
     assert [row["size"] for row in rows] == [4, 4, 4, 2, 2, 2]
@@ -93,7 +93,7 @@ def test_what_cannot_be_measured_is_refused(options):
     with pytest.raises(UserError, match="--rounds 0"):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="--tokens"):
-        GpuBenchOptions(tokens=[0])
+        GpuBenchOptions(tokens=(0,))
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             main(["gpu"])

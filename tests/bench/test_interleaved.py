@@ -62,10 +62,10 @@ def test_rows_hold_medians_rates_and_shares(tmp_path: Path, tiny_folder: Path) -
     rows, _ = pretend(
         tmp_path,
         tiny_folder,
-        threads=[1, 2],
-        prefill=[9, 9],
-        contexts=[0, 4, 0],
-        batches=[1, 2, 2],
+        threads=(1, 2),
+        prefill=(9, 9),
+        contexts=(0, 4, 0),
+        batches=(1, 2, 2),
         rounds=3,
     )
     assert len(rows) == 2 * (1 + 4)
@@ -89,10 +89,10 @@ def test_prompts_and_contexts_end_where_the_models_positions_do(
     tmp_path: Path, tiny_folder: Path
 ) -> None:
     positions = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
-    far = [positions + 1]
-    rows, _ = pretend(tmp_path, tiny_folder, threads=[1], prefill=far, contexts=far, batches=[1])
+    far = (positions + 1,)
+    rows, _ = pretend(tmp_path, tiny_folder, threads=(1,), prefill=far, contexts=far, batches=(1,))
     assert [row["tokens"] for row in rows] == [positions, positions - BenchOptions.steps]
-    rows, _ = pretend(tmp_path, tiny_folder, threads=[1], quick=True)
+    rows, _ = pretend(tmp_path, tiny_folder, threads=(1,), quick=True)
     assert rows[0]["tokens"] == min(128, positions)
 
 
@@ -102,11 +102,11 @@ def test_patterns_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.Monke
     rows = run(
         BenchOptions(
             model="qwen2.5-0.3m",
-            pattern=["8:8", "3:4 binary"],
-            threads=[1],
-            prefill=[9],
-            contexts=[0],
-            batches=[1],
+            pattern=("8:8", "3:4 binary"),
+            threads=(1,),
+            prefill=(9,),
+            contexts=(0,),
+            batches=(1,),
             rounds=2,
         ),
         child=("-c", PRETENDER, str(log)),
@@ -121,10 +121,10 @@ def test_patterns_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"threads": [0]}, "--threads"),
-        ({"contexts": [-1]}, "--contexts"),
+        ({"threads": (0,)}, "--threads"),
+        ({"contexts": (-1,)}, "--contexts"),
         ({"rounds": 0}, "--rounds"),
-        ({"quick": True, "prefill": [64]}, "--prefill 64 is not used here: --quick takes its own"),
+        ({"quick": True, "prefill": (64,)}, "--prefill 64 is not used here: --quick takes its own"),
     ],
 )
 def test_sizes_that_cannot_be_measured(options: dict, words: str) -> None:
@@ -134,7 +134,7 @@ def test_sizes_that_cannot_be_measured(options: dict, words: str) -> None:
 
 def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) -> None:
     rows, _ = pretend(
-        tmp_path, tiny_folder, threads=[1, 2], prefill=[9], contexts=[0], batches=[1], rounds=1
+        tmp_path, tiny_folder, threads=(1, 2), prefill=(9,), contexts=(0,), batches=(1,), rounds=1
     )
     console = Console(width=200, file=io.StringIO())
     console.print(table(rows))
@@ -152,7 +152,7 @@ def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) ->
 @pytest.mark.train
 def test_a_packed_model_has_no_random_weights(tmp_path: Path, tiny_folder: Path) -> None:
     with pytest.raises(UserError, match=f"--pattern 2:4 is not used here: {tiny_folder}"):
-        pretend(tmp_path, tiny_folder, pattern="2:4")
+        pretend(tmp_path, tiny_folder, pattern=("2:4",))
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])

@@ -19,7 +19,7 @@ class Config:
     """How many."""
 
     stride: int | None = None
-    """Or none, in which case it is found
+    """Or none, in which case it is chosen
     by looking."""
 
     kind: Literal["a", "b"] = "a"
@@ -179,7 +179,7 @@ def test_help_prints_and_exits(capsys):
     assert "--steps" in printed
     assert "--stride N" in printed
     assert "{None}" not in printed
-    assert "Or none, in which case it is found by looking." in " ".join(printed.split())
+    assert "Or none, in which case it is chosen by looking." in " ".join(printed.split())
     assert "How fast (in m/s)." in printed
     assert "(default: None)" not in printed
     assert "(default: 3)" in printed

@@ -26,8 +26,8 @@ def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"172 is not a multiple of 8.*--dense-layers"):
         paper.analyze(["model"])
     paper.analyze([*DOWN, "model"])
-    found = json.loads((tmp_path / "analysis" / "weights.json").read_text())
-    assert [layer["name"] for layer in found[0]["layers"]] == ["model.layers.0.mlp.up_proj"]
+    weights = json.loads((tmp_path / "analysis" / "weights.json").read_text())
+    assert [layer["name"] for layer in weights[0]["layers"]] == ["model.layers.0.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name in {EXTRAS} else found(name, *more)
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in {EXTRAS} else find(name, *more)
 """
 
 

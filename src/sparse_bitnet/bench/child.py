@@ -83,11 +83,9 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 def resident_bytes(process: int | str = "self") -> int | None:
     """Memory of a process that is in RAM; None where the system does not tell."""
-    try:
-        with open(f"/proc/{process}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
+    statm = Path(f"/proc/{process}/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else None
+    return None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], steps: int) -> int:

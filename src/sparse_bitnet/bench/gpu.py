@@ -142,7 +142,7 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
         "train": options.batch or (4, 2, 1),
     }[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
-    length = (options.tokens or [2048])[0] if trains else 1
+    length = (options.tokens or (2048,))[0] if trains else 1
     torch.compiler.reset()  # the blocks of all models share the limit of compilations
     models: dict[str, Any] = {}
     if trains:

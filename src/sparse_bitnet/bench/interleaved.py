@@ -103,7 +103,7 @@ def others_share(before: tuple[float, float, float] | None) -> float | None:
     return min(1.0, max(0.0, busy - ours) / total) if total > 0 else None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Job:
     """A measurement of an engine in its process, and its answers by round."""
 
@@ -139,17 +139,16 @@ def run(
     before, models = processor_seconds(), _models(options)
     sizes = (read_architecture(read_json(f / "config.json"), str(f)) for f in models.values())
     most = min(size.positions for size in sizes)
-    options.prefill = [min(tokens, most) for tokens in options.prefill]
-    options.contexts = [max(0, min(tokens, most - options.steps)) for tokens in options.contexts]
+    prefills = sorted({min(tokens, most) for tokens in options.prefill})
+    contexts = sorted({max(0, min(tokens, most - options.steps)) for tokens in options.contexts})
     # Small batches first: memory is reported as it is after each.
-    measured = [("prefill", tokens, 1) for tokens in sorted(set(options.prefill))]
-    batches, contexts = sorted(set(options.batches)), sorted(set(options.contexts))
+    measured, batches = [("prefill", tokens, 1) for tokens in prefills], sorted({*options.batches})
     measured += [("decode", context, batch) for batch in batches for context in contexts]
     shared = {
         "head": options.head,
         "kv_cache": options.kv_cache,
-        "context_length": max(*options.prefill, *(n + options.steps for n in contexts)),
-        "cache_tokens": cache_tokens(options.prefill, contexts, batches, options.steps),
+        "context_length": max(*prefills, *(tokens + options.steps for tokens in contexts)),
+        "cache_tokens": cache_tokens(prefills, contexts, batches, options.steps),
     }
     groups: list[list[_Job]] = [[] for _ in measured]
     with ExitStack() as stack:
@@ -161,8 +160,7 @@ def run(
             asked = {"threads": threads, "weight_format": name, "isa": isa, **shared}
             loaded = process.ask({"op": "load", "folder": str(folder), "options": asked})
             for group, (phase, tokens, batch) in zip(groups, measured, strict=True):
-                job = {"phase": phase, "tokens": tokens, "batch": batch, "pattern": pattern}
-                group.append(_Job(child=process, loaded=loaded, threads=threads, **job))
+                group.append(_Job(process, loaded, pattern, threads, phase, tokens, batch))
         isas = sorted({job.loaded["isa"] for job in groups[0]})
         meters = {count: RooflineMeter(count, isas, read_bytes) for count in options.threads}
         jobs: list[Sequence[_Job | RooflineMeter]] = [*groups, [*meters.values()]]

@@ -2,7 +2,7 @@
 """Options of `sparse-bitnet bench`, on a CPU and on a GPU. Imports nothing heavy, so that `--help` is
 immediate."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from sparse_bitnet.engine.engine_options import WeightFormat
@@ -18,20 +18,17 @@ PAPER_DECODE = (64, 128, 256, 512)
 class BenchOptions:
     """Models, formats and sizes to measure on the CPU."""
 
-    GROUPS: ClassVar = {
-        **{"pattern": "random weights", "weight_format": "engine", "prefill": "sizes"},
-        "rounds": "repetitions",
-    }
+    GROUPS: ClassVar = {"pattern": "random weights", "weight_format": "engine", "prefill": "sizes"}
 
     model: Annotated[str, "[MODEL]"] = "qwen2.5-1.5b"
     """Model to measure: a packed folder, or a preset or published shape (bitnet-2b4t, qwen3-8b) with
     random weights."""
 
-    pattern: list[str] = field(default_factory=lambda: ["6:8"])
+    pattern: tuple[str, ...] = ("6:8",)
     """N:M patterns of the random weights, one model each; 8:8 is dense. With " binary" after the pattern,
     only the weights that it drops are zero (quantizer=binary)."""
 
-    weight_format: list[WeightFormat] = field(default_factory=lambda: ["auto"])
+    weight_format: tuple[WeightFormat, ...] = ("auto",)
     """Run-time formats of the weights to measure."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
@@ -40,20 +37,20 @@ class BenchOptions:
     kv_cache: Literal["float32", "float16", "int8", "int4"] = "float16"
     """Data type of cached keys and values."""
 
-    isa: list[str] = field(default_factory=lambda: [""])
+    isa: tuple[str, ...] = ("",)
     """Instruction sets to measure: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2,
     i8mm, neon, generic. Default: the best."""
 
-    threads: list[int] = field(default_factory=lambda: sorted({1, available_cores()}))
+    threads: tuple[int, ...] = tuple(sorted({1, available_cores()}))
     """Thread counts to measure."""
 
-    prefill: list[int] = field(default_factory=lambda: [128, 512, 2048])
+    prefill: tuple[int, ...] = (128, 512, 2048)
     """Prompt lengths in tokens, limited to the model's context length."""
 
-    contexts: list[int] = field(default_factory=lambda: [0, 2048])
+    contexts: tuple[int, ...] = (0, 2048)
     """Cached tokens before the decoded ones, limited to the room in the model's context length."""
 
-    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
+    batches: tuple[int, ...] = (1, 8, 32)
     """Batch sizes: numbers of sequences that decode together."""
 
     steps: int = 16
@@ -70,8 +67,8 @@ class BenchOptions:
         check_least(self, threads=1, prefill=1, batches=1, contexts=0, steps=1, rounds=1)
         if self.quick:
             refuse_unused(self, ("prefill", "contexts", "batches"), "--quick takes its own")
-            self.prefill, self.contexts, self.batches = [128, 512], [0], [1]
-            self.threads, self.rounds = [max(self.threads)], min(self.rounds, 3)
+            self.prefill, self.contexts, self.batches = (128, 512), (0,), (1,)
+            self.threads, self.rounds = (max(self.threads),), min(self.rounds, 3)
 
 
 @dataclass(kw_only=True)
@@ -84,13 +81,13 @@ class GpuBenchOptions:
     model: str = "qwen2.5-3b"
     """Preset whose shape the model has."""
 
-    pattern: list[str] = field(default_factory=lambda: ["6:8", "2:4"])
+    pattern: tuple[str, ...] = ("6:8", "2:4")
     """N:M patterns of the ternary weights."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
     """Prompt lengths of prefill, sequence length of train. Default: the paper's, and 2048 for train."""
 
-    batch: list[int] = field(default_factory=list)
+    batch: tuple[int, ...] = ()
     """Batch sizes. Default: the paper's for decode; for train 4, or fewer if memory is short."""
 
     context: int = 512
@@ -106,7 +103,7 @@ class GpuBenchOptions:
         """Raise `UserError` for sizes that cannot be measured."""
         if self.rehearse:
             self.model, self.rounds, self.context = "qwen2.5-0.3m", 1, 16
-            self.tokens, self.batch = [32], [2]
+            self.tokens, self.batch = (32,), (2,)
         check_least(self, context=1, rounds=1, tokens=1, batch=1)
         for pattern in self.pattern:
             NMPattern.parse(pattern)

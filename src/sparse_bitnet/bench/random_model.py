@@ -67,10 +67,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
-    "qwen3-8b": {
-        **_sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False),
-        "head_dim": 128,
-    },
+    "qwen3-8b": _sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False) | {"head_dim": 128},
 }
 """config.json of models that others publish, ternary or made so, as far as speed depends on it."""
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one file per verb, found through the table in `main`."""
+"""The command line: a file for the commands of one idea, reached through the table in `main`."""

@@ -50,7 +50,11 @@ _ELSEWHERE = {
 _MAY_BE_EMPTY = ("prompt", "system", "stop", "regex", "dense_layers", "api_key")
 """Options that may be empty; an empty value of any other is taken for a shell's unset variable."""
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
-_METAVARS = {"init": "MODEL", "teacher": "MODEL", "draft": "MODEL", "data": "PATH", "out": "PATH"}
+_METAVARS = {
+    **dict.fromkeys(("init", "teacher", "draft"), "MODEL"),
+    **dict.fromkeys(("data", "out", "text", "document", "page", "engine"), "PATH"),
+    **dict.fromkeys(("chat", "validation"), "SOURCE"),
+}
 """Values of options in help; for others the last word of the option's name, or N for a whole number."""
 
 
@@ -88,9 +92,9 @@ class _Argument:
     def add_to(self, parser: Any, short: str | None, text: str) -> None:
         """Tell argparse; `short` is its other name, and `text` describes it."""
         kind, how = self.kind, dict[str, Any]()
-        if get_origin(kind) in (tuple, list):
+        if get_origin(kind) is tuple:
             kinds = get_args(kind)
-            is_fixed = get_origin(kind) is tuple and Ellipsis not in kinds
+            is_fixed = Ellipsis not in kinds
             how = {"nargs": len(kinds)} if is_fixed else {"nargs": "+"}
             if not is_fixed:
                 # Given twice, both count.
@@ -122,10 +126,8 @@ class _Argument:
         is_tuple = get_origin(self.kind) is tuple
         given = left[:] if is_tuple else left[:1]
         del left[: len(given)]
-        if not given:
-            raise UserError(f"{self.shown} is missing")
-        if not all(given):
-            raise UserError(f"{self.shown} is empty")
+        if not given or not all(given):
+            raise UserError(f"{self.shown} is {'empty' if given else 'missing'}")
         kind = get_args(self.kind)[0] if is_tuple else self.kind
         return [kind(word) for word in given] if is_tuple else kind(given[0])
 
@@ -217,25 +219,14 @@ def parse(
 def command(verb: str) -> Callable[[Callable[..., None]], Callable[[list[str]], None]]:
     """Make the `main` of a command, which takes the words after the verb.
 
-    The parameters of the decorated function are the options of `sparse-bitnet VERB`, and its docstring is
-    the help.
+    Options and help of `sparse-bitnet VERB` are the parameters and the docstring of the function.
     """
     return lambda function: functools.partial(parse, function, prog=f"sparse-bitnet {verb}")
 
 
 def _arguments(owner: Any, default: Any = None, group: str = "") -> Iterator[_Argument]:
     """Yield the arguments of a dataclass, or of a function and the dataclasses in its parameters."""
-    if isinstance(owner, type):
-        defaults = {
-            field.name: field.default
-            if field.default_factory is MISSING
-            else field.default_factory()
-            for field in dataclasses.fields(owner)
-        }
-    else:
-        defaults = {
-            name: each.default for name, each in inspect.signature(owner).parameters.items()
-        }
+    defaults = {name: each.default for name, each in inspect.signature(owner).parameters.items()}
     hints = get_type_hints(owner, include_extras=True)
     several = sum(map(dataclasses.is_dataclass, hints.values())) > 1
     headings, most_used = getattr(owner, "GROUPS", {}), getattr(owner, "MOST_USED", ())
@@ -266,7 +257,7 @@ def _hint(name: str, names: list[str]) -> str:
 
 def _help_text(argument: _Argument) -> str:
     text, default = _documentation(argument.owner).get(argument.name, ""), argument.default
-    values = default if isinstance(default, list | tuple) else [default]
+    values = default if isinstance(default, tuple) else [default]
     shown = " ".join(str(each) for each in values if each not in (None, "") and each is not False)
     return f"{text} (default: {shown})" if shown and not argument.is_required else text
 

@@ -27,7 +27,7 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
 
     Args:
         options: what to measure.
-        out: append the rows to this JSON-lines file.
+        out: Append the rows to this JSON-lines file.
     """
     from rich.console import Console
 
@@ -60,7 +60,7 @@ def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
 
     Args:
         options: what to measure.
-        out: folder for the rows and index.html.
+        out: Folder for the rows and index.html.
     """
     import torch
 

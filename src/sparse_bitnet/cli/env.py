@@ -84,7 +84,7 @@ def models(*, known: bool = False) -> None:
     """Presets with their shapes and parameter counts.
 
     Args:
-        known: public ternary models whose layouts are read, instead.
+        known: List public ternary models whose layouts are read, instead.
     """
     from rich.console import Console
     from rich.table import Table
@@ -102,14 +102,13 @@ def models(*, known: bool = False) -> None:
         return
     # Without a frame it fits 80 columns, where names would else be cut.
     table = Table(title="Model presets (Qwen2.5 family)", box=None, padding=(0, 1, 0, 0))
-    for column in ("preset", "hidden", "ffn", "layers", "heads", "kv", "vocabulary"):
-        table.add_column(column, justify="left" if column == "preset" else "right")
-    table.add_column("block weights", justify="right")
+    table.add_column("preset")
+    for column in ("hidden", "ffn", "layers", "heads", "kv", "vocabulary", "block weights"):
+        table.add_column(column, justify="right")
     table.add_column("embedding", justify="right")
     for name, shape in PRESETS.items():
-        heads = (shape.num_attention_heads, shape.num_key_value_heads)
-        sizes = (shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers, *heads)
-        embedding = shape.vocab_size * shape.hidden_size
-        counts = (shape.vocab_size, shape.block_weights, embedding)
+        sizes = [shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers]
+        sizes += [shape.num_attention_heads, shape.num_key_value_heads]
+        counts = (shape.vocab_size, shape.block_weights, shape.vocab_size * shape.hidden_size)
         table.add_row(name, *map(str, sizes), *(f"{count:,}" for count in counts))
     Console().print(table)

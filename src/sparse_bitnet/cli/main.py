@@ -76,20 +76,19 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Idle threads of numpy's BLAS are to sleep: by default each spins for 2^26 cycles first.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-    if verb in ONLY_WITH_TRAIN and not {"-h", "--help"} & set(rest):
-        # First: nothing is to be left half-written.
-        for package in OF_TRAIN:
-            if importlib.util.find_spec(package) is None:
-                _fail_without(verb, package)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text has characters of any script
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     module, _, function = COMMANDS[verb][0].partition(".")
-    from sparse_bitnet.errors import UserError
+    from sparse_bitnet.errors import UserError, install
     from sparse_bitnet.host import limit_library_threads
 
     limit_library_threads()
     try:
+        needed = OF_TRAIN if verb in ONLY_WITH_TRAIN and not {"-h", "--help"} & set(rest) else ()
+        for package in needed:  # first: nothing is to be left half-written
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(name=package)
         getattr(importlib.import_module(f"sparse_bitnet.cli.{module}"), function)(rest)
     except UserError as error:
         _fail(str(error))
@@ -97,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
         package = (error.name or "").partition(".")[0]
         if package not in OF_TRAIN:
             raise
-        _fail_without(verb, package)
+        _fail(f"{verb} needs {package}, which is not installed: {install('train')}")
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
@@ -105,12 +104,6 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader of our output has gone (`| head`); a second error at exit would be noise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-
-
-def _fail_without(verb: str, package: str) -> NoReturn:
-    from sparse_bitnet.errors import install
-
-    _fail(f"{verb} needs {package}, which is not installed: {install('train')}")
 
 
 def _fail(message: str) -> NoReturn:

@@ -63,7 +63,7 @@ class ReproduceConfig(DenseLayersOption):
     """Experiments to run: which, at what scale, where, and for how long."""
 
     experiments: Annotated[tuple[str, ...], "[EXPERIMENT ...]"] = ("all",)
-    """all, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
+    """All, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
     quantizer, activation and schedule) and table1 (after table2), which scores its models on tasks."""
 
     scale: str = "cpu"

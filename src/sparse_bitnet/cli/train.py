@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.cli.arguments import HIDDEN
@@ -17,13 +17,6 @@ from sparse_bitnet.presets import find_preset
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 from sparse_bitnet.training.schedule import format_of
-
-if TYPE_CHECKING:
-    from sparse_bitnet.training.run_folder import RunResult
-
-
-PLAIN_LINES = 20
-"""Lines a whole run prints where the output is not a terminal."""
 
 
 @dataclass(kw_only=True)
@@ -172,7 +165,7 @@ def run(chosen: Options) -> None:
 
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        with Progress(Console(quiet=not is_first), plain_lines=PLAIN_LINES) as progress:
+        with Progress(Console(quiet=not is_first), plain_lines=20) as progress:
             line = progress.line(config.format, "steps")
             result = train(
                 config,
@@ -191,7 +184,13 @@ def run(chosen: Options) -> None:
         # A checkpoint under way waits for the lost process, and cannot be called off.
         os._exit(EXIT_CODE)
     if is_first:
-        print_result(result, config)
+        flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
+        print(
+            f"{result.format}: validation perplexity {result.validation_perplexity:.3f} over "
+            f"{result.validation_tokens:,} tokens after {result.steps:,} steps "
+            f"({result.tokens:,} tokens); zero fraction {result.zero_fraction:.3f}, "
+            f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
+        )
 
 
 def prepare_chat(source: str, config: TrainConfig) -> None:
@@ -204,14 +203,3 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
     from sparse_bitnet.data.sources import parse_source
 
     prepare(parse_source(source, chat=True), config.data, tokenizer=config.init, chat=True)
-
-
-def print_result(result: "RunResult", config: TrainConfig) -> None:
-    """Print perplexity, sparsity, and where the files are."""
-    flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
-    print(
-        f"{result.format}: validation perplexity {result.validation_perplexity:.3f} over "
-        f"{result.validation_tokens:,} tokens after {result.steps:,} steps "
-        f"({result.tokens:,} tokens); zero fraction {result.zero_fraction:.3f}, "
-        f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
-    )
