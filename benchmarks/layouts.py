@@ -14,8 +14,7 @@ from recorded import record
 from rich.console import Console
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine.format_tuning import COLUMNS, measure_formats
-from sparse_bitnet.engine.weights import row_bytes
+from sparse_bitnet.engine.weights import COLUMNS, measure_formats, row_bytes
 from sparse_bitnet.pattern import NMPattern
 
 PATTERNS = {"8:8": False, "6:8": False, "2:4": False, "2:8": False, "3:4": True}

@@ -17,11 +17,11 @@ from recorded import record
 from rich.console import Console
 
 from sparse_bitnet.engine.engine import Engine
+from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.speculation import Speculation
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.generation.text_batches import generate
 
 
 def follow(engine: Engine, text: list[int]) -> None:
@@ -47,17 +47,16 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
     compute = engine._compute
     follow(engine, prompt + text)
     prefixes = PrefixCache(1)
+    model = OpenModel(folder="", engine=engine, tokenizer=tokenizer, end_tokens=frozenset())
     guesses = Speculation(engine)
     best: dict = {"without": {}, "with": {}}
     for _ in range(turns):
         for name, speculation in (("without", None), ("with", guesses)):
             started = time.process_time()
-            (result,) = generate(
-                engine,
-                [prompt],
+            result = model.continue_tokens(
+                prompt,
                 len(text),
                 sampling=SamplingOptions(temperature=0),
-                tokenizer=tokenizer,
                 prefixes=prefixes,
                 speculation=speculation,
             )

@@ -137,7 +137,7 @@ try:
 except SystemExit:
     pass
 import sparse_bitnet.engine.engine
-from sparse_bitnet.generation import open_model, text_batches
+from sparse_bitnet.generation import open_model, scheduler
 assert not [name for name in {heavy} if name in sys.modules]
 """
     run(script)

@@ -29,7 +29,7 @@ from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine import format_tuning
+from sparse_bitnet.engine import weights
 from sparse_bitnet.engine.engine import Engine
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 96, 60)]
@@ -40,7 +40,7 @@ EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured here is short, and remembered nowhere else."""
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(format_tuning, "_BYTES", 1 << 20)
+    monkeypatch.setattr(weights, "_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
         expected = load_reference(folder).base_model(given).last_hidden_state[0].numpy()
     engine = Engine.load(folder, cache_tokens=256, **EXACT)
     one, two = engine.new_sequence(), engine.new_sequence()
-    found, other = engine.forward([(one, TOKENS[:40]), (two, TOKENS[:7])], "hidden")
+    states, other = engine.forward([(one, TOKENS[:40]), (two, TOKENS[:7])], "hidden")
     (rest,) = engine.forward([(one, TOKENS[40:])], "hidden")
-    assert_close(np.concatenate([found, rest]), expected)
-    np.testing.assert_array_equal(other, found[:7])
+    assert_close(np.concatenate([states, rest]), expected)
+    np.testing.assert_array_equal(other, states[:7])
     assert engine.hidden_size == expected.shape[1]
     engine.close()
 
@@ -113,7 +113,7 @@ def test_variants_of_a_family(tmp_path: Path, family: str, attention_bias: bool)
 
 @pytest.mark.parametrize("format", ["ternary-8:8", "ternary-2:4", "ternary-2:8"])
 def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) -> None:
-    found = []
+    all_formats = []
     for packed_format in ("i2", "b3", "nm-enum"):
         folder = make_packed(
             tmp_path / packed_format,
@@ -123,25 +123,25 @@ def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) ->
         )
         for weight_format in ("i2", "b3", "lookup"):
             engine = Engine.load(folder, weight_format=weight_format, **EXACT)
-            found.append(all_logits(engine, TOKENS))
+            all_formats.append(all_logits(engine, TOKENS))
         if packed_format.startswith("nm-e"):
             expected = reference_logits(folder, TOKENS)
-    assert all(np.array_equal(found[0], logits) for logits in found)
-    assert_close(found[0], expected)
+    assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
+    assert_close(all_formats[0], expected)
 
 
 @pytest.mark.parametrize("pattern", ["3:4", "8:8"])
 def test_binary_weights_in_every_form(tmp_path: Path, pattern: str) -> None:
     """nm-sign, which auto takes for them, is run from codes that know of no fewer non-zeros."""
     format = f"ternary-{pattern},quantizer=binary"
-    found = []
+    all_formats = []
     for packed_format in ("i2", "nm-sign"):
         folder = make_packed(tmp_path / packed_format, format=format, packed_format=packed_format)
         for weight_format in ("i2", "b3", "lookup", "auto"):
             engine = Engine.load(folder, weight_format=weight_format, **EXACT)
-            found.append(all_logits(engine, TOKENS))
-    assert all(np.array_equal(found[0], logits) for logits in found)
-    assert_close(found[0], reference_logits(folder, TOKENS))
+            all_formats.append(all_logits(engine, TOKENS))
+    assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
+    assert_close(all_formats[0], reference_logits(folder, TOKENS))
     with pytest.raises(UserError, match=r"nm-sign.* is for files: choose one of i2"):
         Engine.load(folder, weight_format="stored", threads=1)
 
@@ -366,18 +366,18 @@ def test_threads_take_turns_and_closing_waits_for_them(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=2)
     expected = all_logits(engine, TOKENS)[-1]
     sequences = [engine.new_sequence() for _ in range(4)]
-    found: list[np.ndarray] = []
+    results: list[np.ndarray] = []
 
     def forward(sequence: EngineSequence) -> None:
-        found.extend(engine.forward([(sequence, TOKENS)]))
+        results.extend(engine.forward([(sequence, TOKENS)]))
 
     threads = [threading.Thread(target=forward, args=(sequence,)) for sequence in sequences]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 4
-    assert all(np.array_equal(logits, expected) for logits in found)
+    assert len(results) == 4
+    assert all(np.array_equal(logits, expected) for logits in results)
     closing = [threading.Thread(target=close) for close in (engine.close, sequences[0].close) * 2]
     for thread in closing:
         thread.start()

@@ -157,10 +157,10 @@ def test_windows_of_layers(changes: dict[str, Any], windows: tuple[int, ...]) ->
     values = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     values |= {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}
     config = {name: value for name, value in (sizes | values | changes).items() if value is not ...}
-    found = read_architecture(config, "config.json")
-    assert found.windows == windows
+    shape = read_architecture(config, "config.json")
+    assert shape.windows == windows
     bases = [
-        rope.inverse_frequencies[1] ** -found.head_dim for rope in (found.rope, found.local_rope)
+        rope.inverse_frequencies[1] ** -shape.head_dim for rope in (shape.rope, shape.local_rope)
     ]
     is_gemma = changes["model_type"] == "gemma3_text"
     np.testing.assert_allclose(np.sqrt(bases), [1e6, 1e4 if is_gemma else 1e6], rtol=1e-3)
@@ -207,20 +207,27 @@ def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.Data
         config["rope_parameters"] = data.draw(ROPE_FIELDS)
     for name in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=2)):
         config[name] = data.draw(VALUES)
-    found, message = None, ""
+    sizes, message = None, ""
     try:
-        found = read_architecture(config, "config.json")
+        sizes = read_architecture(config, "config.json")
     except UserError as error:
         message = str(error)
-    if found is None:
+    if sizes is None:
         assert message.startswith("config.json")
         assert "\n" not in message
         return
-    assert max(found.hidden, found.intermediate, found.heads * found.head_dim) <= 1 << 23
-    assert found.positions <= 1 << 24
-    assert len(found.rope.inverse_frequencies) * 2 == found.head_dim <= 1024
-    assert np.isfinite(found.rope.inverse_frequencies).all()
-    assert np.isfinite(np.float32([found.norm_epsilon, found.rope.scaling])).all()
+    assert (
+        max(
+            sizes.hidden,
+            sizes.intermediate,
+            sizes.heads * sizes.head_dim,
+        )
+        <= 1 << 23
+    )
+    assert sizes.positions <= 1 << 24
+    assert len(sizes.rope.inverse_frequencies) * 2 == sizes.head_dim <= 1024
+    assert np.isfinite(sizes.rope.inverse_frequencies).all()
+    assert np.isfinite(np.float32([sizes.norm_epsilon, sizes.rope.scaling])).all()
 
 
 def test_folders_that_are_not_packed(tmp_path: Path, original: Path) -> None:

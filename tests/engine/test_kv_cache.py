@@ -164,8 +164,8 @@ def test_what_is_no_number_stays_so_in_its_sequence_alone(cache_type: str, isa: 
         assert not np.isfinite(rows[70:]).any()
         decoder.decoder.close(first)
         decoder.decoder.close(second)
-        for found in (beside, decoder.logits(other)):
-            np.testing.assert_array_equal(found, expected)
+        for logits in (beside, decoder.logits(other)):
+            np.testing.assert_array_equal(logits, expected)
 
 
 @pytest.mark.parametrize("cache_type", ["int8", "int4"])

@@ -71,11 +71,11 @@ def test_a_forward_that_is_broken_off_is_undone(model, engine):
 
 def test_hidden_states_are_those_behind_the_final_norm(model, engine):
     sequence = engine.new_sequence()
-    found = [engine.forward([(sequence, part)], "hidden")[0] for part in (TOKENS[:5], TOKENS[5:])]
+    parts = [engine.forward([(sequence, part)], "hidden")[0] for part in (TOKENS[:5], TOKENS[5:])]
     with torch.no_grad():
         expected = model.base_model(torch.tensor([TOKENS])).last_hidden_state[0].numpy()
     assert engine.hidden_size == expected.shape[1]
-    close(np.concatenate(found), expected)
+    close(np.concatenate(parts), expected)
 
 
 def test_forks_and_truncation_start_from_what_they_share(model, engine):

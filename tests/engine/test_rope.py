@@ -104,8 +104,8 @@ def test_every_place_of_the_rope_is_read_as_transformers_reads_it(
         return
     standard = AutoConfig.for_model(**copy.deepcopy(written)).to_dict()
     for local in (False, True):
-        found, expected = (rope_of(each, "test", local=local) for each in (written, standard))
-        assert {name: found.get(name) for name in expected if name != "type"} == {
+        ours, expected = (rope_of(each, "test", local=local) for each in (written, standard))
+        assert {name: ours.get(name) for name in expected if name != "type"} == {
             name: value for name, value in expected.items() if name != "type"
         }
 

@@ -67,9 +67,9 @@ def test_the_text_is_that_of_transformers(folder, chat, add_generation_prompt, t
         chat, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
     )
     template = ChatTemplate.load(folder)
-    found = template.render(chat, add_generation_prompt=add_generation_prompt, **variables)
-    assert found == expected
-    assert found
+    rendered = template.render(chat, add_generation_prompt=add_generation_prompt, **variables)
+    assert rendered == expected
+    assert rendered
 
 
 def test_the_older_places_of_a_template(folder):

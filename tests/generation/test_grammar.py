@@ -119,9 +119,9 @@ def test_finished_texts_are_as_their_schemas_say(grammars):
 def test_regex_choice_and_rules(grammars):
     assert written(grammars, Grammar.regex("[ab]{3}c?"), 0).text[:3].strip("ab") == ""
     options = ["yes", "no", 'q"\n世', "/", *map(str, range(3000))]
-    found = {written(grammars, Grammar.choice(options), seed).text for seed in range(20)}
-    assert len(found) > 1
-    assert found <= set(options)
+    texts = {written(grammars, Grammar.choice(options), seed).text for seed in range(20)}
+    assert len(texts) > 1
+    assert texts <= set(options)
     for rules in ('root ::= "hi " name\nname ::= [a-c]+ "!"', 'start: "hi " /[a-c]+/ "!"'):
         text = written(grammars, Grammar.rules(rules), 1).text
         assert text.startswith("hi ")
@@ -156,17 +156,17 @@ def test_vocabulary_with_spaces_at_the_beginning_of_words():
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
-    found = TextTokenizer(tokenizer)
-    grammars = TokenGrammars(found, VOCAB, frozenset({2}))
+    spaced = TextTokenizer(tokenizer)
+    grammars = TokenGrammars(spaced, VOCAB, frozenset({2}))
     properties = {"number": {"type": "integer"}}
     schema = STRICT | {"properties": properties, "required": ["number"]}
     for seed in range(3):
         text = written(
-            grammars, Grammar.json_schema(schema), seed, tokenizer=found, ends=frozenset({2})
+            grammars, Grammar.json_schema(schema), seed, tokenizer=spaced, ends=frozenset({2})
         ).text
         jsonschema.validate(json.loads(text), schema)
     assert (
-        written(grammars, Grammar.choice([" a"]), 0, tokenizer=found, ends=frozenset({2})).text
+        written(grammars, Grammar.choice([" a"]), 0, tokenizer=spaced, ends=frozenset({2})).text
         == " a"
     )
 
@@ -231,8 +231,8 @@ def test_refusals_are_remembered(grammars, monkeypatch):
 
 def test_lenient_schemas_pass_over_what_is_not_supported(grammars):
     schema = {"type": "string", "maxLength": 3, "not": {"const": "x"}}
-    found = written(grammars, Grammar.json_schema(schema, is_strict=False), 0)
-    assert len(json.loads(found.text)) <= 3
+    text = written(grammars, Grammar.json_schema(schema, is_strict=False), 0)
+    assert len(json.loads(text.text)) <= 3
 
 
 def test_vocabulary_without_the_bytes(grammars):

@@ -44,9 +44,9 @@ def test_packed_once_and_run(
     texts = []
     for packs in (True, False):
         main(["generate", str(models / name), *GREEDY])
-        found = capsys.readouterr()
-        texts.append(found.out)
-        assert ("packing" in found.err) == packs
+        printed = capsys.readouterr()
+        texts.append(printed.out)
+        assert ("packing" in printed.err) == packs
     assert texts[0] == texts[1] != ""
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     assert (folder / "config.json").is_file()

@@ -263,7 +263,7 @@ def test_queue_is_bounded_all_or_nothing(sink):
 
 def test_too_long_for_context_or_cache_is_refused_at_once(sink):
     with running(ScriptedEngine(context_length=100)) as scheduler:
-        with pytest.raises(ContextFull, match=r"95 tokens and max_tokens is 6.*100"):
+        with pytest.raises(ContextFull, match=r"95 tokens and 6 new ones requested.*100"):
             scheduler.submit([sink.request([1] * 95, 6)])
         scheduler.submit([sink.request([1] * 95, 5)])
         [whole] = sink.wait(1)
@@ -324,11 +324,11 @@ def test_run_steps_where_it_is_called(sink):
         ended.append(generation)
         assert len(taken) <= len(ended) + 3 * 5, "no more are taken than there is room for"
     assert engine.sequences == []
-    found = {id(generation.request): generation for generation in ended}
+    by_request = {id(generation.request): generation for generation in ended}
     for request in requests:
-        assert found[id(request)].tokens == greedy(request.prompt, request.max_tokens, VOCAB)
+        assert by_request[id(request)].tokens == greedy(request.prompt, request.max_tokens, VOCAB)
     for request in scored:
-        scores = found[id(request)].prompt_scores
+        scores = by_request[id(request)].prompt_scores
         assert [entry.token for entry in scores] == request.prompt[request.score_from :]
         for place, entry in enumerate(scores, request.score_from):
             logits = logits_after(request.prompt[:place], VOCAB)
@@ -363,8 +363,8 @@ def test_with_room_for_all_that_they_become_none_is_paused(sink, ahead, paused):
 def test_scores_name_lower_tokens_of_ties_first_and_are_numbers_that_json_has():
     logits = np.zeros(10, dtype=np.float32)
     logits[7] = 1
-    found = score(logits, 0, 3)
-    assert [token for token, _ in found.top] == [7, 0, 1]
-    assert found.logprob == pytest.approx(-np.log(9 + np.e))
-    found = score(np.array([0, -np.inf, -np.inf], np.float32), 2, 2)
-    assert (found.logprob, found.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))
+    scored = score(logits, 0, 3)
+    assert [token for token, _ in scored.top] == [7, 0, 1]
+    assert scored.logprob == pytest.approx(-np.log(9 + np.e))
+    scored = score(np.array([0, -np.inf, -np.inf], np.float32), 2, 2)
+    assert (scored.logprob, scored.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))

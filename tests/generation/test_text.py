@@ -149,14 +149,14 @@ def test_a_tokenizer_that_cannot_encode_is_an_error_of_the_user(folder, tmp_path
 
 
 def shown_until(pieces, stop):
-    """Texts let through one by one, and the stop string found."""
+    """Texts let through one by one, and the stop string that ended them."""
     strings = StopStrings(stop)
     shown = [strings.feed(piece) for piece in pieces]
     return [*shown, strings.flush()], strings.ended_by
 
 
 @pytest.mark.parametrize(
-    ("pieces", "stop", "shown", "found"),
+    ("pieces", "stop", "shown", "ended_by"),
     [
         (["one ", "two"], [], ["one ", "two", ""], None),
         (["one", " two\n", "\nthree"], ["\n\n"], ["one", " two", "", ""], "\n\n"),
@@ -169,8 +169,8 @@ def shown_until(pieces, stop):
         (["stop", "more"], ["stop"], ["", "", ""], "stop"),
     ],
 )
-def test_stop_strings_let_nothing_of_themselves_through(pieces, stop, shown, found):
-    assert shown_until(pieces, stop) == (shown, found)
+def test_stop_strings_let_nothing_of_themselves_through(pieces, stop, shown, ended_by):
+    assert shown_until(pieces, stop) == (shown, ended_by)
 
 
 @given(
@@ -181,15 +181,15 @@ def test_stop_strings_let_nothing_of_themselves_through(pieces, stop, shown, fou
 def test_the_cutting_of_the_text_does_not_matter(text, stop, cuts):
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-    shown, found = shown_until(pieces, stop)
-    assert ("".join(shown), found) == (
+    shown, ended_by = shown_until(pieces, stop)
+    assert ("".join(shown), ended_by) == (
         "".join(shown_until(text, stop)[0]),
         shown_until(text, stop)[1],
     )
     whole = "".join(shown)
     assert text.startswith(whole)
     assert not any(string in whole for string in stop)
-    assert whole == text or text.startswith(whole + found)
+    assert whole == text or text.startswith(whole + ended_by)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.text_batches import generate
 
 VOCAB = 257
 COMMAND = """
@@ -52,9 +51,8 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
     opened = open_model(folder, engine_options)
     expected = []
     for prompt in prompts:
-        options = {"sampling": SamplingOptions(temperature=0), "tokenizer": opened.tokenizer}
-        result = generate(opened.engine, [prompt], 40, **options)
-        expected.append(result[0].text)
+        greedy = SamplingOptions(temperature=0)
+        expected.append(opened.continue_tokens(prompt, 40, sampling=greedy).text)
     opened.engine.close()
     assert len(set(expected)) > 6, "the test is to tell texts apart"
     options = ["--port", "0", "--threads", "1", "--weight-format", "i2", "--max-running", "5"]

@@ -13,7 +13,6 @@ from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from sparse_bitnet.engine.protocol import InferenceEngine
     from sparse_bitnet.generation.conversation import Conversation
     from sparse_bitnet.generation.grammar import Grammar
     from sparse_bitnet.generation.open_model import OpenModel
@@ -93,36 +92,27 @@ class SpeculationOptions:
             raise UserError("--draft drafts tokens: leave out --speculative-tokens 0")
 
     def open(self, model: "OpenModel", engine: EngineOptions) -> "Speculation | None":
-        """Return the speculation of one scheduler of this model; None if it has no draft tokens.
+        """Return the speculation of one scheduler of this model; None on an engine without any.
 
         Raises `UserError` for a draft model that does not fit, or that nothing could use.
         """
+        from sparse_bitnet.generation.open_model import open_model
         from sparse_bitnet.generation.speculation import Speculation
 
+        if not model.engine.batch_invariant and self.draft is not None:
+            raise UserError("--draft is an option of the CPU engine, which does not run here")
         if not model.engine.batch_invariant:
-            if self.draft is not None:
-                raise UserError("--draft is an option of the CPU engine, which does not run here")
             return None
-        if self.speculative_tokens == 0:
-            return None
-        draft = None if self.draft is None else _open_draft(self.draft, model, engine)
-        return Speculation(model.engine, most=self.speculative_tokens, draft=draft)
-
-
-def _open_draft(folder: str, model: "OpenModel", engine: EngineOptions) -> "InferenceEngine":
-    from sparse_bitnet.generation.open_model import open_model
-
-    try:
-        draft = open_model(folder, replace(engine, engine="cpu", context_length=None))
-    except UserError as error:
-        raise UserError(f"--draft: {error}") from error
-    if draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
-        draft.engine.close()
-        raise UserError(
-            f"--draft {folder}: its tokenizer is not that of the model; give a smaller model of the "
-            "same family"
-        )
-    return draft.engine
+        if self.draft is None:
+            return Speculation(model.engine, most=self.speculative_tokens)
+        draft = open_model(self.draft, replace(engine, engine="cpu", context_length=None))
+        if draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
+            draft.engine.close()
+            raise UserError(
+                f"--draft {self.draft}: its tokenizer is not that of the model; give a smaller model of "
+                "the same family"
+            )
+        return Speculation(model.engine, most=self.speculative_tokens, draft=draft.engine)
 
 
 @dataclass(kw_only=True)

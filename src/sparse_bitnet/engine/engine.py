@@ -11,9 +11,8 @@ from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS, HUNYUAN, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.engine.format_tuning import choose_format
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import FORMATS, Weights, choose_head
+from sparse_bitnet.engine.weights import FORMATS, Weights, choose_format, choose_head
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
@@ -43,8 +42,8 @@ class Engine(InferenceEngine):
         started = time.perf_counter()
         model = open_engine_model(folder)
         self.architecture: Architecture = model.architecture
-        context_length = self.context_within(options.context_length, model.architecture.positions)
-        super().__init__(model.architecture.vocab, context_length, model.architecture.hidden)
+        sizes = model.architecture
+        super().__init__(sizes.vocab, sizes.hidden, sizes.positions, options.context_length)
         self.head_format = choose_head(model, options.head)
         threads = options.threads or available_cores()
         try:
@@ -68,8 +67,8 @@ class Engine(InferenceEngine):
                 _decoder_model(model.architecture, weights, group),
                 threads,
                 _cpu.CacheType[self.kv_cache],
-                context_length,
-                options.cache_tokens or context_length,
+                self.context_length,
+                options.cache_tokens or self.context_length,
                 kernels,
             )
         except MemoryError as error:

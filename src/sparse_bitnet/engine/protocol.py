@@ -92,23 +92,18 @@ class InferenceEngine(ABC):
     batch_invariant = False
     """A token's logits are the same to the last bit whatever is computed with it."""
 
-    def __init__(self, vocab_size: int, context_length: int, hidden_size: int) -> None:
-        self.vocab_size, self.context_length = vocab_size, context_length
-        self.hidden_size = hidden_size
+    def __init__(
+        self, vocab_size: int, hidden_size: int, positions: int, context_length: int | None
+    ) -> None:
+        """`context_length`: by default all positions of the model. Raises `UserError` for more."""
+        if not 1 <= (length := context_length or positions) <= positions:
+            raise UserError(
+                f"--context-length {length}: the model was made for 1 to {positions} tokens"
+            )
+        self.vocab_size, self.hidden_size, self.context_length = vocab_size, hidden_size, length
         self.sequences: list[EngineSequence] = []
         self._turns = threading.RLock()
         self._is_closed = False
-
-    @staticmethod
-    def context_within(asked: int | None, positions: int) -> int:
-        """The context length asked for, else all positions of the model. Raises `UserError` for more."""
-        if asked is None:
-            return positions
-        if not 1 <= asked <= positions:
-            raise UserError(
-                f"--context-length {asked}: the model was made for 1 to {positions} tokens"
-            )
-        return asked
 
     @property
     @abstractmethod

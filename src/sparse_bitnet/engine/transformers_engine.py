@@ -38,9 +38,8 @@ class TransformersEngine(InferenceEngine):
         config = model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         positions = positions or context_length or 2048  # where the config does not say
-        length = self.context_within(context_length, positions)
         embedding: Any = model.get_input_embeddings()
-        super().__init__(len(embedding.weight), length, config.hidden_size)
+        super().__init__(len(embedding.weight), config.hidden_size, positions, context_length)
         self._model: Any = model.eval()
         self._cache_tokens = cache_tokens or 1 << 40  # as good as without limit
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a packed model in the form in which they are multiplied, in memory of their own. No torch.
+"""Weights of a packed model in the form in which they are multiplied, in memory of their own, and the
+choice of that form. No torch.
 
 Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time
 form written in the same pass, piece by piece, so that the file takes no memory of its own. What is run as
 it is stored can instead be mapped, and is only checked: the system's copy of the file is the memory then.
 """
 
+import ctypes
+import json
 import mmap
+import platform
+import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from sparse_bitnet import _cpu
+from sparse_bitnet import __version__, _cpu
 from sparse_bitnet.engine.architecture import BLOCK_LINEARS
 from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.files import write_atomic
+from sparse_bitnet.host import cache_folder, cpu_info
 from sparse_bitnet.packing.formats import coded_pattern
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.pattern import NMPattern
@@ -28,6 +36,17 @@ _INT4_GROUP = 64
 _ALIGNMENT = 64
 _SLACK = 512
 """Readable bytes behind the last row."""
+
+_BYTES = 64 << 20
+"""Weights of a measurement: more than caches hold, so that reading memory competes with unpacking."""
+COLUMNS = 3840
+"""Whole blocks of every format."""
+_REPEATS = 6
+_SECONDS = 2.0
+"""No round begins after this long, so that slow kernels do not hold up the first start."""
+_LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
+_TIE = 1.02
+"""Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
 
 _LINEARS = tuple(BLOCK_LINEARS.values())
 _ONE_INPUT = (_LINEARS[:3], _LINEARS[3:4], _LINEARS[4:6], _LINEARS[6:])
@@ -53,6 +72,89 @@ def choose_head(model: EngineModel, head: str) -> str:
             f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has {hidden}; use int8"
         )
     return head
+
+
+def choose_format(
+    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
+) -> str:
+    """Return the run-time format in which `pool` multiplies one token fastest, measured now or earlier.
+
+    `exact`: every group of weights has n non-zeros.
+    """
+    processor = cpu_info().get("model name") or platform.processor()
+    coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
+    key = f"{__version__} | {processor} | {kernels.isa} | {pool.threads} threads | {coded}"
+    path, known = cache_folder() / "formats.json", {}
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        known = dict(json.loads(path.read_text(encoding="utf-8")))
+    if (choice := known.get(key)) in tuple(FORMATS):
+        return str(choice)
+    seconds = measure_formats(pattern, pool, kernels, exact=exact)
+    bound = min(seconds.values()) * _TIE
+    close = [name for name, taken in seconds.items() if taken <= bound]
+    best = min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
+    # A folder that cannot be written costs a measurement at every start, nothing else.
+    with suppress(OSError, UserError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({**known, key: best}, indent=2) + "\n")
+    return best
+
+
+def measure_formats(
+    pattern: NMPattern,
+    pool: _cpu.ThreadPool,
+    kernels: _cpu.Kernels,
+    *,
+    exact: bool = False,
+    size: int | None = None,
+) -> dict[str, float]:
+    """Return the seconds that a weight takes in every format that holds the pattern, the least of
+    several interleaved measurements.
+
+    `size`: bytes of the weights, which are read again and again until as many were read as by default.
+    """
+    size = size or _BYTES
+    coded = coded_pattern(pattern)
+    memory = _cpu.HugeBuffer(size + 512)
+    # Random bytes: what they stand for matters to no kernel's speed, that they are not one page does.
+    # Each format meets weights it would not write (fields of 3), which kernels do not check.
+    view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(memory.address))
+    view[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), memory.size)
+    x = np.random.default_rng(0).standard_normal(COLUMNS, np.float32)
+    codes = np.zeros(COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
+    scales, sums = np.zeros(1, np.float32), np.zeros(1, np.int32)
+    activations = _cpu.Activations(
+        1, COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
+    )
+    kernels.quantize(pool, x.ctypes.data, activations)
+    products: dict[str, Any] = {}
+    weights, outputs = {}, []
+    # lookup is for instruction sets that look 64 bytes up at once, and for whole groups in the columns.
+    looks_up = kernels.isa in _LOOK_UP and COLUMNS % coded.m == 0
+    for name, format in FORMATS.items():
+        if name == "lookup" and not looks_up:
+            continue
+        stride = row_stride(name, pattern, COLUMNS, exact)
+        rows = size // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
+        y = np.empty(rows, np.float32)
+        outputs.append(y)
+        weights[name] = rows * COLUMNS
+        matrix = _cpu.Matrix(
+            *(format, coded.n, coded.m, rows, COLUMNS, stride, memory.address),
+            exact=exact and name == "lookup",
+        )
+        products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
+    seconds = dict.fromkeys(products, float("inf"))
+    repeats, began = -(-_BYTES // size), time.perf_counter()
+    for done in range(_REPEATS):
+        if done and time.perf_counter() - began > _SECONDS:
+            break
+        for name, product in products.items():
+            started = time.perf_counter()
+            kernels.matmul(pool, activations, [product], repeats)
+            taken = (time.perf_counter() - started) / (weights[name] * repeats)
+            seconds[name] = min(seconds[name], taken)
+    return seconds
 
 
 def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
@@ -133,23 +235,22 @@ class Weights:
         stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
         in_place = self._in_place(name, rows, stride) if table_format == stored else None
         address = in_place or self._buffer(rows * stride).address
-        stored_scales = scales = None
+        stored_scales = scales = np.empty(0, np.float32)
         if stored == "int8":
             stored_scales = scales = self._model.floats(f"{name}_scale").reshape(-1)
         if table_format in ("int8", "int4") and table_format != stored:
             groups = columns // _INT4_GROUP if table_format == "int4" else 1
             scales = np.empty((rows, groups), np.float32)
-        source = _cpu.StoredTable(
-            _cpu.TableType[stored],
-            *shape,
-            **self._source(name, in_place),
-            scales=_address(stored_scales),
+        self.kept.append(scales)
+        of_stored, of_table = (
+            each.ctypes.data if each.size else 0 for each in (stored_scales, scales)
         )
-        table = _cpu.Table(_cpu.TableType[table_format], *shape, stride, address, _address(scales))
+        source = _cpu.StoredTable(
+            _cpu.TableType[stored], *shape, **self._source(name, in_place), scales=of_stored
+        )
+        table = _cpu.Table(_cpu.TableType[table_format], *shape, stride, address, of_table)
         self._check(name, *self._kernels.load_table(self._pool, source, table))
-        if scales is not None:
-            self.kept.append(scales)
-        return table, rows * stride + (0 if scales is None else scales.nbytes)
+        return table, rows * stride + scales.nbytes
 
     def _ternary_table(self, name: str, shape: tuple[int, int]) -> tuple[_cpu.Table, int]:
         """A table of i2 rows [rows, columns] with scales of groups, and its bytes with these."""
@@ -291,7 +392,3 @@ def _in_strips(rows: int) -> int:
 def _aligned(size: int) -> int:
     """Whole cache lines."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _address(array: np.ndarray | None) -> int:
-    return 0 if array is None else array.ctypes.data

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there, read_small
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation
@@ -41,17 +41,15 @@ class ChatTemplate:
         folder = Path(folder)
         path = folder / "chat_template.jinja"
         if path.is_file():
-            try:
+            with library_errors_as(f"{path} is damaged"):
                 source: Any = read_small(path).decode()
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path} is damaged: {error}") from error
         else:
             source = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             # Several templates by name, the older form.
             entries = [entry for entry in source if isinstance(entry, dict)]
-            named = [entry for entry in entries if entry.get("name") == "default"]
-            source = named[-1].get("template") if named else None
+            templates = {str(entry.get("name")): entry.get("template") for entry in entries}
+            source = templates.get("default")
         if not isinstance(source, str):
             raise UserError(
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in "
@@ -72,10 +70,8 @@ class ChatTemplate:
         """
         given = {"tools": None, "documents": None, "add_generation_prompt": True}
         given |= self._special_tokens | variables | {"messages": list(messages)}
-        try:
+        with library_errors_as("the chat is not JSON"):
             request = json.dumps([self.source, given])
-        except (RecursionError, TypeError, ValueError) as error:
-            raise UserError(f"the chat is not JSON: {error}") from error
         reply = self._sandbox.ask(request)
         if "error" in reply:
             raise UserError(f"the chat template refuses this chat: {reply['error']}")
@@ -99,7 +95,7 @@ class Conversation:
 
         Args:
             model: stays the caller's, who closes its engine.
-            max_tokens, speculation: of each answer, as for `generate`.
+            max_tokens, speculation: of each answer, as for `OpenModel.continue_tokens`.
             system: instructions that come first.
             sampling, fields: of each answer's `GenerationRequest`, such as `stop` and `form`.
 

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,15 @@ from sparse_bitnet.packing.formats import QUANT_METHOD
 if TYPE_CHECKING:
     from sparse_bitnet.engine.protocol import InferenceEngine
     from sparse_bitnet.generation.grammar import TokenGrammars
+    from sparse_bitnet.generation.prefix_cache import PrefixCache
     from sparse_bitnet.generation.request import Generation
+    from sparse_bitnet.generation.speculation import Speculation
 
 _NOT_PACKED = "the model is not packed"
+_NOT_BUILT = (
+    "the CPU engine was not built with this installation: install with a C++ compiler, without "
+    "SPARSE_BITNET_PURE_PYTHON"
+)
 
 
 @dataclass(kw_only=True)
@@ -56,16 +62,8 @@ class OpenModel:
         return "cpu" if self.engine.batch_invariant else "transformers"
 
     def first_tokens(self, prompt: str) -> list[int]:
-        """Return the prompt's tokens; for an empty prompt the token between documents.
-
-        Raises `UserError` for an empty prompt where the model has no such token.
-        """
-        tokens = self.tokenizer.encode(prompt)
-        if not tokens and not self.end_tokens:
-            raise UserError(
-                "the prompt is empty, and the model names no token that a text could follow"
-            )
-        return tokens or [min(self.end_tokens)]
+        """Return the prompt's tokens; for an empty one the token between documents, if any."""
+        return self.tokenizer.encode(prompt) or sorted(self.end_tokens)[:1]
 
     def generate(
         self,
@@ -91,12 +89,46 @@ class OpenModel:
         tokens = self.first_tokens(prompt)
         return self.continue_tokens(tokens, max_tokens, sampling=drawn, stop=tuple(stop)).text
 
-    def continue_tokens(self, prompt: list[int], max_tokens: int, **options: Any) -> "Generation":
-        """Return the generation that continues a prompt; `options`: of `text_batches.generate`."""
-        from sparse_bitnet.generation.text_batches import generate
+    def continue_tokens(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        prefixes: "PrefixCache | None" = None,
+        speculation: "Speculation | None" = None,
+        on_text: Callable[[str], None] = lambda piece: None,
+        **fields: Any,
+    ) -> "Generation":
+        """Return the generation that continues a prompt.
 
-        ends = {"tokenizer": self.tokenizer, "stop_tokens": self.end_tokens}
-        (generation,) = generate(self.engine, [prompt], max_tokens, **ends, **options)
+        Args:
+            prompt: tokens, at least one.
+            max_tokens: most tokens of the text, at least one.
+            prefixes: sequences of this engine from earlier calls, to start from and to add to.
+            speculation: source of draft tokens; the text is the same, sooner.
+            on_text: called for each token with the text that can now be shown, often "".
+            fields: further fields of its `GenerationRequest`.
+
+        Raises `UserError` before any work for options out of their range and a prompt that the model
+        cannot continue, as `Scheduler.run` does.
+        """
+        from sparse_bitnet.generation.prefix_cache import PrefixCache
+        from sparse_bitnet.generation.request import GenerationRequest
+        from sparse_bitnet.generation.scheduler import Scheduler
+
+        if max_tokens < 1:
+            raise UserError(f"max_tokens={max_tokens}: must be at least 1")
+        request = GenerationRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            tokenizer=self.tokenizer,
+            stop_tokens=self.end_tokens,
+            deliver=lambda generation, output: on_text(output.text),
+            **fields,
+        )
+        prefixes = PrefixCache(0) if prefixes is None else prefixes
+        scheduler = Scheduler(self.engine, prefixes=prefixes, speculation=speculation)
+        (generation,) = scheduler.run([request])
         return generation
 
     def grammars(self) -> "TokenGrammars":
@@ -120,29 +152,22 @@ def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> 
     """
     options = options or EngineOptions()
     folder = runnable_folder(checkpoint, options)
-    tokenizer = None
-    if is_packed(folder):
+    if is_packed(folder) or (Path(folder) / TOKENIZER_FILE).is_file():
         # Beside the import of numpy and of most of the engine; before the weights, which use the memory
         # that parsing takes for a moment.
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(TextTokenizer.load, folder)
             importlib.import_module("sparse_bitnet.engine.engine_model")
         tokenizer = reading.result()
-    engine = open_engine(folder, options)
-    try:
-        if tokenizer is None and (Path(folder) / TOKENIZER_FILE).is_file():
-            tokenizer = TextTokenizer.load(folder)
-        elif tokenizer is None:
-            from sparse_bitnet.checkpoint.load import load_tokenizer
+    else:
+        from sparse_bitnet.checkpoint.load import load_tokenizer
 
-            tokenizer = TextTokenizer(load_tokenizer(folder).backend_tokenizer)
-        ends: set[int | None] = {*end_tokens(folder)}
-        if named := named_tokens(folder).get("eos_token"):
-            # That of a turn, where a model was made to chat without its config being told.
-            ends.add(tokenizer.token_id(named))
-    except UserError:
-        engine.close()
-        raise
+        tokenizer = TextTokenizer(load_tokenizer(folder).backend_tokenizer)
+    ends: set[int | None] = {*end_tokens(folder)}
+    if named := named_tokens(folder).get("eos_token"):
+        # That of a turn, where a model was made to chat without its config being told.
+        ends.add(tokenizer.token_id(named))
+    engine = open_engine(folder, options)
     known = frozenset(end for end in ends if end is not None and end < engine.vocab_size)
     return OpenModel(folder=folder, engine=engine, tokenizer=tokenizer, end_tokens=known)
 
@@ -209,35 +234,23 @@ def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
     if options.engine == "transformers":
         return "--engine transformers"
     packed, path = is_packed(folder), Path(folder) / CONFIG_FILE
+    if not packed and options.engine == "auto":
+        return _NOT_PACKED
     try:
-        if packed or options.engine == "cpu":
-            _check_extension()
+        importlib.import_module("sparse_bitnet._cpu")
         if packed:
             from sparse_bitnet.engine.engine_model import open_engine_model
 
             open_engine_model(folder)
-            return None
-        if path.is_file():
+        elif path.is_file():
+            # `Engine.load` says what to do about a model that is only not packed.
             read_architecture(read_json_if_there(path), str(path))
-    except EngineLacks as error:
+    except (ImportError, EngineLacks) as error:
+        lacks = error if isinstance(error, EngineLacks) else EngineLacks(f"{_NOT_BUILT} ({error})")
         if options.engine == "cpu":
-            raise
-        return str(error)
-    except UserError:
-        if packed:
-            raise
-    # `Engine.load` says what to do about a model that is not packed.
-    return None if options.engine == "cpu" else _NOT_PACKED
-
-
-def _check_extension() -> None:
-    try:
-        importlib.import_module("sparse_bitnet._cpu")
-    except ImportError as error:
-        raise EngineLacks(
-            f"the CPU engine was not built with this installation ({error}): install with a C++ "
-            "compiler, without SPARSE_BITNET_PURE_PYTHON"
-        ) from error
+            raise lacks from None
+        return str(lacks)
+    return None
 
 
 def is_packed(checkpoint: str | Path) -> bool:

@@ -25,6 +25,8 @@ FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
 """An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
 
 _PAIR = struct.Struct("<id")
+_LEAST = -9999.0
+"""Lowest log-probability: JSON has no infinity, and OpenAI writes this for impossible tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class TokenScore:
 
 
 def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
-    """The token's natural log-probability under float32 logits [vocab_size], and the `top` likeliest
-    (ties: the lower token first).
+    """Return the token's natural log-probability under float32 logits [vocab_size], and the `top`
+    likeliest (ties: the lower token first).
 
     Raises `UserError` for logits that are not numbers.
     """
@@ -62,13 +64,8 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
         least = np.partition(logits, -top)[-top]
         high = np.flatnonzero(logits >= least)
         order = high[np.argsort(-logits[high], kind="stable")][:top]
-    likeliest = [_PAIR.pack(index, _finite(float(logits[index]) - total)) for index in order]
-    return TokenScore(token, _finite(float(logits[token]) - total), b"".join(likeliest))
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes this for tokens that are out of the question."""
-    return max(float(logprob), -9999.0)
+    likeliest = [_PAIR.pack(index, max(float(logits[index]) - total, _LEAST)) for index in order]
+    return TokenScore(token, max(float(logits[token]) - total, _LEAST), b"".join(likeliest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +92,26 @@ class GenerationRequest:
 
     prompt: Sequence[int]
     """Token ids, at least one, each in [0, vocab_size)."""
-
     max_tokens: int
     """Most tokens to generate; 0 only scores the prompt."""
-
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     """How the tokens are chosen."""
-
     tokenizer: TextTokenizer | None = None
     """Turns the tokens into text; None where there is none to generate."""
-
     stop: tuple[str, ...] = ()
     """Strings that end the text and are no part of it."""
-
     is_start: bool = False
     """The text starts anew instead of continuing the prompt's; see `TextStream`."""
-
     stop_tokens: frozenset[int] = frozenset()
     """End-of-sequence tokens, no part of the text."""
-
     form: "Form | None" = None
     """Grammar of the text, at its beginning; the text ends where that is complete."""
-
     top_scores: int | None = None
     """Log-probabilities of the tokens and this many of the likeliest ones; None: none."""
-
     score_from: int | None = None
     """Place of the first token of the prompt that is scored, too; None: none is."""
-
     pooling: Pooling | None = None
     """Instead of scores, one vector of the prompt's hidden states; with `max_tokens` 0."""
-
     deliver: Callable[["Generation", Output], None] = lambda generation, output: None
     """Called by the scheduler, in its thread, with each token and at the end; must not block."""
 
@@ -155,24 +141,19 @@ class Generation:
     finish_reason: FinishReason | None = None
     failure: Exception | None = None
     """With the finish reason "error": what happened."""
-
     embedding: np.ndarray | None = None
     """float32 [hidden_size], of a request with `pooling`."""
-
     sequence: EngineSequence | None = None
     guess: list[int] = field(default_factory=list)
     """Draft tokens, computed together with the last token of the context."""
-
     cancel_asked: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None
     guessed_tokens: int = 0
     """Number of draft tokens computed."""
-
     accepted_tokens: int = 0
     """Number of draft tokens accepted."""
-
     started: bool = False
     pauses: int = 0
     """How often its sequence was given back for want of cache."""
@@ -255,11 +236,8 @@ class Generation:
 
     @property
     def shareable(self) -> np.ndarray:
-        """int32: the beginning that may come out of the cache, without logits."""
-        most = min(self._unscored, self.largest_cache(0))
-        if most <= self.prompt_tokens:
-            return self.prompt_array[:most]  # of many that wait a view costs nothing
-        return np.asarray(self.context[:most], dtype=np.int32)
+        """The beginning of the prompt that may come out of the cache, without logits; int32."""
+        return self.prompt_array[: min(self._unscored, self.largest_cache(0))]
 
     @property
     def is_before_scores(self) -> bool:

@@ -53,18 +53,12 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option and its range."""
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            _check(name, value, least <= value <= most, f"{least} to {most}")
-        _check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or above")
-        _check("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        whole = {"top_k": (0, 2**63 - 1), "seed": (0, 2**64 - 1)}
+        for name, (least, most) in (RANGES | whole).items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise UserError(f"{name}={value}: must be {least} to {most}")
 
     @property
     def is_greedy(self) -> bool:
         """Whether only the most likely token is ever taken."""
         return self.temperature < _GREEDY_BELOW
-
-
-def _check(name: str, value: float, is_valid: bool, valid: str) -> None:
-    if not is_valid:
-        raise UserError(f"{name}={value}: must be {valid}")

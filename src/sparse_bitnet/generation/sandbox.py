@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import library_errors_as
@@ -104,8 +104,8 @@ def main(kind: str) -> None:
         try:
             reply = {"answer": answer(*json.loads(line))}
         except Exception as error:
-            line = getattr(error, "lineno", None)
-            reason = f"line {line}: {error}" if line else str(error) or type(error).__name__
+            number = getattr(error, "lineno", None)
+            reason = f"line {number}: {error}" if number else str(error) or type(error).__name__
             reply = {"error": " ".join(reason.split())[:500]}
         limit_time(0)
         print(json.dumps(reply), flush=True)
@@ -116,23 +116,11 @@ def _source(source: str, is_lark_or_gbnf: bool) -> str:
     import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
 
-    class Bytes:
-        """The smallest vocabulary: a token for each byte, and the end."""
-
-        is_tokenizer_wrapper = True
-        bos_token_id = None
-        eos_token_id = 256
-        special_token_ids = (256,)
-        tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-
-        def __call__(self, text: str) -> list[int]:
-            return list(text.encode())
-
     if is_lark_or_gbnf:
         with library_errors_as("the rules are neither Lark nor GBNF"):
             source = json.dumps({"grammars": [{"lark_grammar": any_to_lark(source)}]})
-    vocabulary: Any = Bytes()
-    matcher = grammar_matcher(source, llguidance.LLTokenizer(vocabulary, slices=[]))
+    # Of the smallest vocabulary: a token for each byte.
+    matcher = grammar_matcher(source, llguidance.LLTokenizer("byte", slices=[]))
     if not matcher.is_error():
         matcher.compute_bitmask()
     return source
@@ -171,16 +159,13 @@ def _template(source: str) -> "jinja2.Template":
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationBlock, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = tojson
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda format: datetime.datetime.now().strftime(format),

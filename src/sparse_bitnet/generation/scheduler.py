@@ -105,7 +105,7 @@ class Scheduler:
         self._slices = (prefill_slice, max(prefill_slice, _PREFILL_ALONE))
         self._most_scored = max(1, min(_PREFILL_ALONE, (1 << 25) // engine.vocab_size))
         self._observer = observer or Observer()
-        self._speculation = speculation
+        self._speculation = speculation or Speculation(engine, most=0)
         self._owns_prefixes = prefixes is None
         self._prefixes = PrefixCache(64) if prefixes is None else prefixes
         self._waiting: deque[Generation] = deque()
@@ -118,13 +118,16 @@ class Scheduler:
         """Yield each request's generation when it has ended; for a scheduler without a thread. Requests
         are taken as there is room.
 
-        Raises what a generation fails with. No sequences are left open then but those of `prefixes`.
+        Raises what a generation fails with, and `UserError` for a prompt that is empty, has a token that
+        the model lacks, or leaves too little of the context (`ContextFull`) or the cache (`CacheFull`).
+        No sequences are left open then but those of `prefixes`.
         """
-        source = iter(requests)
+        source, most = iter(requests), self._engine.context_length
         try:
             while True:
                 room = max(2 * self.max_running - len(self._waiting), 0)
-                self._waiting.extend(map(Generation, itertools.islice(source, room)))
+                for request in itertools.islice(source, room):
+                    self._waiting.append(self._checked(request, most))
                 if not (under_way := self._under_way()):
                     return
                 self._step()
@@ -138,6 +141,23 @@ class Scheduler:
                 generation.forget()
             if self._owns_prefixes:
                 self._prefixes.clear()
+
+    def _checked(self, request: GenerationRequest, most: int, group: int = 0) -> Generation:
+        """Return a request's generation. Raises `UserError` as `run` does; `most`: tokens of one."""
+        prompt, new = request.prompt, request.max_tokens
+        if not prompt:
+            raise UserError("the prompt is empty: give at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < self._engine.vocab_size:
+            raise UserError(
+                f"token {max(prompt)} is outside the model's vocabulary of {self._engine.vocab_size}: "
+                "the tokenizer belongs to another model"
+            )
+        if len(prompt) + new > most:
+            raise ContextFull(
+                f"the prompt has {len(prompt):,} tokens and {new:,} new ones requested; the context "
+                f"holds {most:,}: ask for fewer, or shorten the prompt"
+            )
+        return Generation(request, group)
 
     def _step(self) -> None:
         try:
@@ -162,7 +182,7 @@ class Scheduler:
         """Return `texts` with draft tokens added to each one's next token; an empty list if there are
         none, as while prompts are computed."""
         drawing = [g for g, _ in texts if g.is_drawing]
-        if self._speculation is None or len(drawing) < len(texts):
+        if len(drawing) < len(texts):
             return []
         for generation, guess in zip(drawing, self._speculation.guess(drawing), strict=True):
             generation.guess = guess
@@ -262,7 +282,7 @@ class Scheduler:
                 is_drawing = all(generation.is_drawing for generation, _ in batch)
                 entries = [generation.entry(size) for generation, size in batch]
                 results = self._engine.forward(entries, which)
-                if self._speculation is not None and is_drawing:
+                if is_drawing:
                     passed = time.perf_counter() - started
                     self._speculation.costs.add(sum(size for _, size in batch), passed)
                 for (generation, _), logits in zip(batch, results, strict=which != "none"):
@@ -284,7 +304,7 @@ class Scheduler:
                 if len(batch) == 1:
                     self._fail(batch[0][0], error)
                     return
-                # One of them may be the cause; the others go on alone.
+                # One of them may be the cause; the others continue alone.
                 for one in batch:
                     self._forward([one], which)
                 return
@@ -317,8 +337,7 @@ class Scheduler:
         with self._lock:
             self._running.remove(generation)
             self._waiting.appendleft(generation)
-        if self._speculation is not None:
-            self._speculation.forget(generation)
+        self._speculation.forget(generation)
         generation.pauses += 1
 
     def _fail(self, generation: Generation, error: Exception) -> None:
@@ -329,8 +348,7 @@ class Scheduler:
 
     def _end(self, generation: Generation, why: FinishReason, output: Output | None = None) -> None:
         generation.finish_reason = why
-        if self._speculation is not None:
-            self._speculation.forget(generation)
+        self._speculation.forget(generation)
         with self._lock:
             for group in (self._running, self._waiting):
                 if generation in group:
@@ -402,24 +420,16 @@ class ThreadedScheduler(Scheduler):
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Queue all of them or none.
 
-        Raises `ContextFull` for a prompt that leaves no room for its `max_tokens`, `QueueFull`, and
-        `Stopping`.
+        Raises `UserError` as `run` does, `QueueFull`, and `Stopping`.
         """
-        for request in requests:
-            if len(request.prompt) + request.max_tokens > self.capacity:
-                raise ContextFull(
-                    f"the prompt has {len(request.prompt)} tokens and max_tokens is "
-                    f"{request.max_tokens}: together above the context length of "
-                    f"{self.capacity} tokens; shorten one of them"
-                )
+        group = next(self._groups)
+        generations = [self._checked(request, self.capacity, group) for request in requests]
         with self._lock:
             if self._stop_at is not None:
                 raise Stopping("the server is shutting down")
             room = self.max_queue + max(self.max_running - len(self._running), 0)
             if len(self._waiting) + len(requests) > room:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already; try later")
-            group = next(self._groups)
-            generations = [Generation(request, group) for request in requests]
             self._waiting.extend(generations)
             self._lock.notify()
         return generations
@@ -446,17 +456,14 @@ class ThreadedScheduler(Scheduler):
         return not self._thread.is_alive()
 
     @property
-    def is_alive(self) -> bool:
-        """The thread takes steps."""
-        return self._thread.is_alive()
-
-    @property
-    def stopping(self) -> bool:
-        """`stop` was called."""
-        return self._stop_at is not None
+    def status(self) -> str:
+        """Return "ok" while the thread runs, "stopping" after `stop`, else "stopped"."""
+        if self._stop_at is not None:
+            return "stopping"
+        return "ok" if self._thread.is_alive() else "stopped"
 
     def load(self) -> Load:
-        """How busy it is."""
+        """Return how busy it is."""
         sizes = self._free_tokens, self._cache_tokens, len(self._prefixes)
         with self._lock:
             return Load(len(self._waiting), len(self._running), *sizes)
@@ -464,10 +471,12 @@ class ThreadedScheduler(Scheduler):
     def _loop(self) -> None:
         while True:
             with self._lock:
-                while not (self._waiting or self._running or self.stopping):
+                while not (self._waiting or self._running):
+                    if self._stop_at is not None:
+                        self._prefixes.clear()
+                        self._free_tokens = self._engine.free_tokens
+                        return
                     self._lock.wait()
-                if self.stopping and not (self._waiting or self._running):
-                    break
             self._step()
             # A defect of ours must not silence the server: those it hit have ended with an error.
             for generation in self._failed:
@@ -476,8 +485,6 @@ class ThreadedScheduler(Scheduler):
                 _log.error("a generation failed: %r", generation.failure, exc_info=trace)
             self._failed.clear()
             self._free_tokens = self._engine.free_tokens
-        self._prefixes.clear()
-        self._free_tokens = self._engine.free_tokens
 
     def _end_unwanted(self) -> None:
         super()._end_unwanted()

@@ -139,7 +139,7 @@ class Speculation:
 
     def guess(self, generations: Sequence[Generation]) -> list[list[int]]:
         """Return draft tokens for each generation, to be computed together with its next token."""
-        if not generations or len(generations) > MOST_STREAMS:
+        if self._most == 0 or not generations or len(generations) > MOST_STREAMS:
             return [[] for _ in generations]
         texts = [self._texts.setdefault(generation, _Text()) for generation in generations]
         chances = []

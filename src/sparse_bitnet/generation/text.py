@@ -124,8 +124,8 @@ class TextStream:
         skip_special_tokens: bool = True,
         is_start: bool = False,
     ) -> None:
-        """`is_start`: without the space that some tokenizers put before a text's first word; for a text
-        that continues another one that space belongs to it."""
+        """`is_start`: drop the space that some tokenizers put before a text's first word; it belongs to a
+        text that continues another."""
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_tokens if skip_special_tokens else ()
         self._strip = tokenizer._strip if is_start else 0

@@ -85,15 +85,14 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        state = "ok" if scheduler.is_alive else "stopped"
-        load = scheduler.load()
+        status, load = scheduler.status, scheduler.load()
         return JSONResponse(
             {
-                "status": "stopping" if scheduler.stopping else state,
+                "status": status,
                 "running": load.running,
                 "waiting": load.waiting,
             },
-            200 if scheduler.is_alive and not scheduler.stopping else 503,
+            200 if status == "ok" else 503,
         )
 
     @router.get("/metrics")

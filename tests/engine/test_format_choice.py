@@ -10,7 +10,7 @@ import pytest
 from sparse_bitnet.pattern import NMPattern
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
-from sparse_bitnet.engine import format_tuning  # noqa: E402
+from sparse_bitnet.engine import weights  # noqa: E402
 
 GENERIC = _cpu.Kernels.choose("generic")
 
@@ -18,7 +18,7 @@ GENERIC = _cpu.Kernels.choose("generic")
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(format_tuning, "_BYTES", 1 << 20)
+    monkeypatch.setattr(weights, "_BYTES", 1 << 20)
     return tmp_path / "cache" / "formats.json"
 
 
@@ -31,18 +31,18 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
         measured.append(pattern)
         return {"i2": 1.0, "b3": 1.01, "lookup": 1.5}
 
-    monkeypatch.setattr(format_tuning, "measure_formats", measure)
+    monkeypatch.setattr(weights, "measure_formats", measure)
     return measured
 
 
 def test_what_is_measured(cache: Path) -> None:
     pool = _cpu.ThreadPool(1)
     for text in ("6:8", "8:8", "3:5"):
-        seconds = format_tuning.measure_formats(NMPattern.parse(text), pool, GENERIC)
+        seconds = weights.measure_formats(NMPattern.parse(text), pool, GENERIC)
         assert seconds.keys() == {"i2", "b3"}
         assert all(0 < taken < 1 for taken in seconds.values())
     best = _cpu.Kernels.choose()
-    seconds = format_tuning.measure_formats(NMPattern(6, 8), pool, best)
+    seconds = weights.measure_formats(NMPattern(6, 8), pool, best)
     looks_up = best.isa in ("amx_int8", "avx512vbmi", "i8mm", "neon")
     assert ("lookup" in seconds) == looks_up
 
@@ -50,12 +50,12 @@ def test_what_is_measured(cache: Path) -> None:
 def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):
-        assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"
+        assert weights.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"
     assert len(measurements) == 1
     (key,) = json.loads(cache.read_text())
     assert "generic | 1 threads | 6:8" in key
-    format_tuning.choose_format(NMPattern(2, 8), pool, GENERIC)
-    format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), GENERIC)
+    weights.choose_format(NMPattern(2, 8), pool, GENERIC)
+    weights.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), GENERIC)
     assert len(measurements) == 3
 
 
@@ -75,7 +75,7 @@ def test_a_damaged_cache_costs_a_measurement_and_nothing_else(
         else:
             content(cache)
     for _ in range(2):
-        assert format_tuning.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "b3"
+        assert weights.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "b3"
     assert len(measurements) == 1 + (not cache.is_file())
 
 
@@ -84,7 +84,7 @@ def test_a_remembered_format_must_be_one_of_today(
     cache: Path, measurements: list[NMPattern], bad: object
 ) -> None:
     pool = _cpu.ThreadPool(1)
-    format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC)
+    weights.choose_format(NMPattern(6, 8), pool, GENERIC)
     cache.write_text(json.dumps(dict.fromkeys(json.loads(cache.read_text()), bad)))
-    assert format_tuning.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"
+    assert weights.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"
     assert len(measurements) == 2

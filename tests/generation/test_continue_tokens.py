@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated text: transformers' own, the same in any company, streamed, bounded, and reusing prefixes."""
+"""Generated text: transformers' own, the same in any batch, streamed, bounded, and reusing prefixes."""
 
 import json
 
@@ -13,10 +13,12 @@ from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.prefix_cache import PrefixCache
+from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
+from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.generation.text_batches import generate
 
 GREEDY = SamplingOptions(temperature=0)
 PROMPTS = [[5, 17, 3], [90], [41, 8, 8, 60, 22, 1, 33, 70], [5, 17, 9, 9]]
@@ -56,18 +58,25 @@ class Counting(TransformersEngine):
         return super().forward(batch, logits)
 
 
-def run(engine, prompts, tokenizer, **named):
-    options = {"max_tokens": 12, "sampling": GREEDY} | named
-    return generate(engine, prompts, options.pop("max_tokens"), tokenizer=tokenizer, **options)
+def run(engine, prompt, tokenizer, *, end_tokens=frozenset(), max_tokens=12, **named):
+    """The text of one prompt."""
+    model = OpenModel(folder="", engine=engine, tokenizer=tokenizer, end_tokens=end_tokens)
+    return model.continue_tokens(prompt, max_tokens, **{"sampling": GREEDY, **named})
 
 
-def tokens_of(result):
-    return [text.tokens for text in result]
+def run_together(engine, prompts, tokenizer, *, sampling=GREEDY, **named):
+    """The tokens of several prompts."""
+    requests = [
+        GenerationRequest(prompt=prompt, max_tokens=12, sampling=sampling, tokenizer=tokenizer)
+        for prompt in prompts
+    ]
+    ended = {id(one.request): one for one in Scheduler(engine, **named).run(requests)}
+    return [ended[id(request)].tokens for request in requests]
 
 
 def test_greedy_text_is_that_of_transformers(engine, model, tokenizer):
-    found = run(engine, PROMPTS, tokenizer, max_tokens=40)
-    for prompt, text in zip(PROMPTS, found, strict=True):
+    for prompt in PROMPTS:
+        text = run(engine, prompt, tokenizer, max_tokens=40)
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert text.tokens == expected[0, len(prompt) :].tolist()
         assert text.text == tokenizer.decode(text.tokens)
@@ -76,33 +85,33 @@ def test_greedy_text_is_that_of_transformers(engine, model, tokenizer):
         assert text.decode_rate > 0
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 32])
-def test_a_text_does_not_depend_on_its_company(engine, tokenizer, max_batch):
+@pytest.mark.parametrize("max_running", [1, 3, 32])
+def test_a_text_does_not_depend_on_others_of_its_batch(engine, tokenizer, max_running):
     sampling = SamplingOptions(temperature=1.5, top_p=0.9, repetition_penalty=1.1, seed=3)
-    alone = [run(engine, [prompt], tokenizer, sampling=sampling) for prompt in PROMPTS]
-    together = run(engine, PROMPTS, tokenizer, sampling=sampling, max_batch=max_batch)
-    assert tokens_of(together) == [tokens_of(result)[0] for result in alone]
-    other = run(engine, PROMPTS, tokenizer, sampling=SamplingOptions(temperature=1.5, seed=4))
-    assert tokens_of(other) != tokens_of(together)
+    alone = [run(engine, prompt, tokenizer, sampling=sampling).tokens for prompt in PROMPTS]
+    options = {"sampling": sampling, "max_running": max_running}
+    assert run_together(engine, PROMPTS, tokenizer, **options) == alone
+    other = SamplingOptions(temperature=1.5, seed=4)
+    assert run_together(engine, PROMPTS, tokenizer, sampling=other) != alone
 
 
 def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
-    (whole,) = run(engine, [PROMPTS[2]], tokenizer)
+    whole = run(engine, PROMPTS[2], tokenizer)
     end = whole.tokens[4]
     first = whole.tokens.index(end)
-    (text,) = run(engine, [PROMPTS[2]], tokenizer, stop_tokens=frozenset({end}))
+    text = run(engine, PROMPTS[2], tokenizer, end_tokens=frozenset({end}))
     assert text.finish_reason == "stop"
     assert text.tokens == whole.tokens[: first + 1]
     assert text.text == tokenizer.decode(whole.tokens[:first])
 
     stop = whole.text[3:5]
-    (text,) = run(engine, [PROMPTS[2]], tokenizer, stop=(stop, "never"))
+    text = run(engine, PROMPTS[2], tokenizer, stop=(stop, "never"))
     assert text.finish_reason == "stop"
     assert text.text == whole.text[: whole.text.index(stop)]
 
 
 def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer):
-    (whole,) = run(engine, [PROMPTS[2]], tokenizer)
+    whole = run(engine, PROMPTS[2], tokenizer)
     end = whole.tokens[4]
     first = whole.tokens.index(end)
     backend = train_tokenizer(["some words, some more words"], 270).backend_tokenizer
@@ -110,7 +119,7 @@ def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer)
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     content["added_tokens"].append({"id": end, "content": name, "special": True, **flags})
     special = TextTokenizer(Tokenizer.from_str(json.dumps(content)))
-    (text,) = run(engine, [PROMPTS[2]], special, stop=(name,))
+    text = run(engine, PROMPTS[2], special, stop=(name,))
     assert text.finish_reason == "stop"
     assert text.tokens == whole.tokens[: first + 1]
     assert text.text == tokenizer.decode(whole.tokens[:first])
@@ -119,15 +128,15 @@ def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer)
 def test_long_prompts_are_computed_in_pieces(model, tokenizer):
     engine = Counting(model)
     prompt = np.random.default_rng(0).integers(1, 270, 480).tolist()
-    texts = run(engine, [prompt[200::-1][:200], prompt], tokenizer)
+    texts = run_together(engine, [prompt[200::-1][:200], prompt], tokenizer)
     assert engine.computed[0] == [200, 312]
-    assert [text.finish_reason for text in texts] == ["length", "length"]
+    assert [len(tokens) for tokens in texts] == [12, 12]
     engine.close()
 
 
 def test_ctrl_c_leaves_the_sequences_of_earlier_calls(engine, tokenizer):
     prefixes, seen = PrefixCache(), []
-    run(engine, [PROMPTS[2]], tokenizer, prefixes=prefixes)
+    run(engine, PROMPTS[2], tokenizer, prefixes=prefixes)
 
     def interrupted(piece):
         seen.append(piece)
@@ -135,22 +144,22 @@ def test_ctrl_c_leaves_the_sequences_of_earlier_calls(engine, tokenizer):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(engine, [PROMPTS[0]], tokenizer, prefixes=prefixes, on_text=interrupted)
+        run(engine, PROMPTS[0], tokenizer, prefixes=prefixes, on_text=interrupted)
     assert len(engine.sequences) == len(prefixes) == 1
     prefixes.clear()
 
 
 def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer):
     prompts = [[number] * 50 for number in range(1, 8)]
-    expected = tokens_of(run(TransformersEngine(model), prompts, tokenizer))
+    expected = run_together(TransformersEngine(model), prompts, tokenizer)
     engine = Counting(model, cache_tokens=140)
     prefixes = PrefixCache()
     for _ in range(2):
-        assert tokens_of(run(engine, prompts, tokenizer, prefixes=prefixes)) == expected
+        assert run_together(engine, prompts, tokenizer, prefixes=prefixes) == expected
     assert max(map(len, engine.computed)) == 2
     prefixes.clear()
     with pytest.raises(CacheFull, match="room for 140 tokens"):
-        run(engine, [[1] * 140], tokenizer)
+        run(engine, [1] * 140, tokenizer)
     assert not engine.sequences
     engine.close()
 
@@ -166,13 +175,13 @@ def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer)
 )
 def test_what_cannot_work_is_refused_before_any_work(engine, tokenizer, prompt, new, error, words):
     with pytest.raises(error, match=words):
-        run(engine, [[1], prompt], tokenizer, max_tokens=new)
+        run(engine, prompt, tokenizer, max_tokens=new)
     assert engine.computed == []
 
 
 def test_options_are_checked(engine, tokenizer):
     with pytest.raises(UserError, match="max_tokens=0"):
-        run(engine, [[1]], tokenizer, max_tokens=0)
+        run(engine, [1], tokenizer, max_tokens=0)
     with pytest.raises(UserError, match="stop string is empty"):
-        run(engine, [[1]], tokenizer, stop=("",))
+        run(engine, [1], tokenizer, stop=("",))
     assert engine.computed == []
