@@ -152,12 +152,14 @@ class Scheduler:
                 f"token {max(prompt)} is outside the model's vocabulary of {self._engine.vocab_size}: "
                 "the tokenizer belongs to another model"
             )
-        if len(prompt) + new > most:
+        generation = Generation(request, group)
+        # The last token of a prompt that is only scored is not computed.
+        if (len(prompt) + new if new else generation.largest_cache(None)) > most:
             raise ContextFull(
                 f"the prompt has {len(prompt):,} tokens and {new:,} new ones requested; the context "
                 f"holds {most:,}: ask for fewer, or shorten the prompt"
             )
-        return Generation(request, group)
+        return generation
 
     def _step(self) -> None:
         try:
