@@ -10,9 +10,12 @@ from small_models import CHAT_TEMPLATE, write_models
 from sparse_bitnet.checkpoint.model_folder import local_folder
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.cli.main import main
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.engine import architecture
+from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.generation.open_model import runnable_folder
 
 pytest.importorskip("sparse_bitnet._cpu")
 
@@ -55,6 +58,18 @@ def test_packed_once_and_run(
     )
     main(["generate", str(models / name), *GREEDY])
     assert "packing" in capsys.readouterr().err
+
+
+def test_a_foreign_model_that_the_engine_lacks_is_not_packed_and_says_so(
+    models: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacks(config: dict, where: str) -> None:
+        raise EngineLacks(f"{where}: no such layers")
+
+    monkeypatch.setattr(architecture, "read_architecture", lacks)
+    folder = runnable_folder(models / "bitnet", EngineOptions())
+    assert (folder, cache.exists()) == (str(models / "bitnet"), False)
+    assert capsys.readouterr().err == f"through transformers: {folder}: no such layers\n"
 
 
 def test_foreign_models_are_scored(

@@ -175,8 +175,7 @@ def _activation_group(model: EngineModel, activations: str) -> int:
     group = next(iter(groups)) if len(groups) == 1 else 0
     if activations == "group" and not group:
         raise UserError(
-            f"{model.folder}: --activations group asks for weights with one size of groups, these have "
-            f"{'several' if len(groups) > 1 else 'none'}; use token"
+            f"{model.folder}: --activations group asks for weights with one size of groups; use token"
         )
     return 0 if activations == "token" else group
 

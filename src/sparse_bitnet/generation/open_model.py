@@ -192,8 +192,8 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
-    """Load a folder of `runnable_folder`. Where "auto" takes transformers for a model that the CPU engine
-    lacks something for, standard error says what. Raises `UserError` as `open_model`."""
+    """Load a folder of `runnable_folder`, and write to standard error why "auto" runs a packed model
+    through transformers. Raises `UserError` as `open_model`."""
     why = why_not_cpu(folder, options)
     if why is None:
         from sparse_bitnet.engine.engine import Engine
@@ -292,7 +292,8 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
     if not is_file:
         try:
             read_architecture(model.config, str(model.folder))
-        except EngineLacks:
+        except EngineLacks as error:
+            print(f"through transformers: {error}", file=sys.stderr)
             return str(model.folder)
     from filelock import FileLock
 
