@@ -3,8 +3,7 @@
 
 A checkpoint is a folder `checkpoints/step-00000100`; it gets that name only when all of it is on the
 disk. `state.json` lists the CRC-32 of its other files, so that a truncated or changed file is detected
-before it is used. The checkpoint is then quarantined as `damaged-step-00000100`, and the run resumes from
-the one before.
+before it is used.
 
 A run has `final` at its end; before that its checkpoints are split by rows. Commands that read models
 read the newest one put together as RUN/consolidated/step-00000100, a model folder.
@@ -137,13 +136,6 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{STATE} is damaged ({error})"
     return None
-
-
-def quarantine(checkpoint: SavedStep) -> None:
-    """Keep a damaged checkpoint under a name that is not listed."""
-    kept = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
-    shutil.rmtree(kept, ignore_errors=True)
-    os.rename(checkpoint.path, kept)
 
 
 def consolidated(checkpoint: SavedStep) -> Path:

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +35,6 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, check_ours, locked_folder, sync_tree
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.ops.mask_words import word_dtype
-from sparse_bitnet.progress import say
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.distributed import World, split_like
 from sparse_bitnet.training.sharded_linear import local_rows
@@ -191,31 +189,23 @@ class RunCheckpoints:
         return state
 
     def restore(self) -> int:
-        """Continue from the newest intact checkpoint; returns its step, 0 without one.
+        """Continue from the newest checkpoint; returns its step, 0 without one.
 
-        Raises `UserError` when checkpoints are there but none is intact, or of other data or another
-        model.
+        Raises `UserError` when it is damaged, or of other data or another model.
         """
         listed = self.world.on_main(lambda: saved_steps.list_checkpoints(self.run))
-        for number, checkpoint in reversed(list(enumerate(listed))):
-            # Each process reads its share of the files.
-            parts = self.world.each(
-                partial(saved_steps.damage, checkpoint, self.world.rank, self.world.size)
+        if not listed:
+            return 0
+        newest, rank, size = listed[-1], self.world.rank, self.world.size
+        # Each process reads its share of the files.
+        parts = self.world.each(lambda: saved_steps.damage(newest, rank, size))
+        if damage := next(filter(None, parts), None):
+            self.world.fail(
+                f"{newest.path}: {damage}; bring the files back, or remove this checkpoint to continue "
+                "from the one before it"
             )
-            what = next((each for each in parts if each is not None), None)
-            if what is None:
-                self._load(checkpoint)
-                return checkpoint.step
-            if number == 0:
-                raise UserError(
-                    f"{checkpoint.path}: {what}; no checkpoint of the run is intact: restore one, or "
-                    "remove the run folder to start over"
-                )
-            if self.world.is_main:
-                saved_steps.quarantine(checkpoint)
-                older = listed[number - 1].path.name
-                say(f"{checkpoint.path}: {what}; quarantined, going on from {older}")
-        return 0
+        self._load(newest)
+        return newest.step
 
     def _load(self, checkpoint: SavedStep) -> None:
         """Put parameters, optimiser, last masks and random state back as they were after that step.
