@@ -23,8 +23,9 @@ One that quantises the weights to ternary again gets the scale wrong, because th
 factor of 0.65 for a 6:8 Gaussian); hence the warning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +39,10 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export import gguf_export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.hf_folder import (
-    DeferredTensors,
+    Tensors,
     check_new_folder,
+    converted,
     copy_tokenizer,
-    deferred,
     older_rope,
     plain_config,
     write_generation_config,
@@ -137,9 +138,11 @@ def write(
             gguf_export.write(path, source, block, config.embeddings, on_progress)
         else:
             dtype = DTYPES[config.embeddings]
-            tensors = [_layer(source, name, config.format, dtype) for name in source.layers]
+            tensors: Tensors = []
+            for name in source.layers:
+                tensors += _layer(source, name, config.format, dtype)
             for name, shape in source.others.items():
-                tensors.append(deferred(name, dtype, shape, partial(source.read, name)))
+                tensors += converted(name, dtype, shape, partial(source.read, name))
             write_safetensors(folder / "model.safetensors", tensors, on_progress)
             values = older_rope(source.config) | plain_config(source.config, dtype)
             values |= {EXPORTED_FORMAT: str(source.format)}
@@ -200,13 +203,13 @@ def check_folder_format(source: Checkpoint, format: str) -> None:
             )
 
 
-def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> DeferredTensors:
+def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> Tensors:
     """Return the tensors that store a sparse layer's weight in `format`."""
     shape = source.layers[name]
     if format == "dense":
-        return deferred(f"{name}.weight", dtype, shape, partial(source.effective, name))
+        return converted(f"{name}.weight", dtype, shape, partial(source.effective, name))
 
-    def make() -> Sequence[Tensor]:
+    def stored() -> Iterator[Tensor]:
         ternary = source.ternary(name)
         tensors = _stored(format, *ternary, dtype)
         if tensors["weight_scale"].isinf().any():
@@ -214,12 +217,13 @@ def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> De
                 f"layer {name}: bitnet holds one over its weight scale {ternary[1].item():.4g}, "
                 "which is too large for float16; use --embeddings bf16 or f32"
             )
-        return [*tensors.values()]
+        yield from tensors.values()
 
     codes = torch.empty(shape, dtype=torch.int8, device="meta")
     described = _stored(format, codes, torch.empty((), device="meta"), dtype).items()
     specs = [TensorSpec(f"{name}.{end}", each.dtype, tuple(each.shape)) for end, each in described]
-    return DeferredTensors(tuple(specs), make)
+    tensors = stored()
+    return [(spec, islice(tensors, 1)) for spec in specs]
 
 
 def _stored(

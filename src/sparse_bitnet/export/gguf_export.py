@@ -67,8 +67,9 @@ def scale_groups(source: Checkpoint) -> dict[str, int]:
     """Return for each sparse layer how many weights of a row share a scale; 0 for one scale in all."""
     groups = dict.fromkeys(source.layers, 0)
     for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
-        stored = source.file.entries.get(f"{name}.weight_scale") if source.file else None
-        shape = (stored or source.ternary(name).weight_scale).shape
+        file = source.file
+        stored = file.entries[f"{name}.weight_scale"] if file else source.ternary(name).weight_scale
+        shape = stored.shape
         groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
     return groups
 

@@ -5,9 +5,9 @@ Tensors are computed when they are written, so that an export needs the memory o
 this module imports no torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from sparse_bitnet.checkpoint.config_fields import FULL, WINDOWED
 from sparse_bitnet.checkpoint.load import load_tokenizer
@@ -41,48 +41,39 @@ def check_new_folder(out: str | Path) -> Path:
     return out
 
 
-class DeferredTensors(NamedTuple):
-    """Tensors that come out of one computation, for example packed codes and their scale."""
-
-    specs: tuple[TensorSpec, ...]
-    make: "Callable[[], Sequence[Tensor]]"
-    """Returns tensors in the order and of the types and shapes of `specs`."""
+Tensors = list[tuple[TensorSpec, Iterable[Any]]]
+"""Tensors to write, in order, each with the pieces of its values, computed when they are iterated."""
 
 
-def deferred(
+def converted(
     name: str, dtype: "torch.dtype", shape: tuple[int, ...], read: Callable[[], Any]
-) -> DeferredTensors:
-    """One tensor: what `read` returns, a tensor or an array, cast to `dtype`. Making it raises
+) -> Tensors:
+    """Return one tensor: what `read` returns, a tensor or an array, cast to `dtype`. Iterating raises
     `UserError` for values that the type cannot hold."""
 
-    def make() -> "Sequence[Tensor]":
+    def pieces() -> "Iterator[Tensor]":
         import torch
 
         values = torch.as_tensor(read()).to(dtype)
         if not values.isfinite().all():
             raise UserError(f"{name} has values beyond {dtype}; use --embeddings bf16 or f32")
-        return (values,)
+        yield values
 
-    return DeferredTensors((TensorSpec(name, dtype, shape),), make)
+    return [(TensorSpec(name, dtype, shape), pieces())]
 
 
-def write_safetensors(
-    path: Path, groups: Sequence[DeferredTensors], on_progress: OnProgress | None = None
-) -> None:
-    """Write one safetensors file, holding one group in memory at a time.
+def write_safetensors(path: Path, tensors: Tensors, on_progress: OnProgress | None = None) -> None:
+    """Write one safetensors file, a tensor at a time.
 
     Raises `OSError` when the disk is full; the caller's folder is temporary.
     """
-    specs = [spec for group in groups for spec in group.specs]
-    done, total = 0, sum(spec.nbytes for spec in specs)
-    with TensorFileWriter(path, specs, {"kind": "export"}) as file:
-        for group in groups:
-            for spec, tensor in zip(group.specs, group.make(), strict=True):
-                assert tuple(tensor.shape) == spec.shape, (spec, tensor.shape)
-                file.write(spec.name, [tensor])
-                done += spec.nbytes
-                if on_progress is not None:
-                    on_progress(done, total)
+    done, total = 0, sum(spec.nbytes for spec, _ in tensors)
+    with TensorFileWriter(path, [spec for spec, _ in tensors], {"kind": "export"}) as file:
+        for spec, pieces in tensors:
+            file.write(spec.name, pieces)
+            done += spec.nbytes
+            if on_progress is not None:
+                on_progress(done, total)
 
 
 def plain_config(

@@ -26,9 +26,10 @@ from sparse_bitnet.checkpoint.model_folder import (
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.hf_folder import (
+    Tensors,
     check_new_folder,
+    converted,
     copy_tokenizer,
-    deferred,
     plain_config,
     write_generation_config,
     write_safetensors,
@@ -135,12 +136,12 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
             f"{foreign.folder} has a norm in each linear, which masters here do not: import it with "
             "--packed-format auto"
         )
-    tensors = []
+    tensors: Tensors = []
     for layer, sizes in foreign.layers.items():
         read = partial(_master, foreign, layer, format)
-        tensors.append(deferred(f"{layer}.weight", torch.float32, sizes, read))
+        tensors += converted(f"{layer}.weight", torch.float32, sizes, read)
     for name, shape in foreign.others.items():
-        tensors.append(deferred(name, torch.float32, shape, partial(foreign.read, name)))
+        tensors += converted(name, torch.float32, shape, partial(foreign.read, name))
     entry = {
         "quant_method": "sparse_bitnet",
         "version": FORMAT_VERSION,

@@ -10,7 +10,7 @@ Importing this module does not import torch: arrays are packed without it.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from sparse_bitnet.checkpoint.model_folder import (
 from sparse_bitnet.checkpoint.open_checkpoint import open_ternary
 from sparse_bitnet.checkpoint.packed import MODEL_FILE
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.hf_folder import check_new_folder
+from sparse_bitnet.export.hf_folder import Tensors, check_new_folder
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import (
@@ -141,12 +141,8 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
     return sizes
 
 
-def _nbytes(tensors: "Tensors") -> int:
+def _nbytes(tensors: Tensors) -> int:
     return sum(spec.nbytes for spec, _ in tensors)
-
-
-Tensors = list[tuple[TensorSpec, Iterable[Any]]]
-"""Tensors to write, each with the pieces that its values are read in."""
 
 
 def _described(
@@ -224,9 +220,9 @@ def _table(checkpoint: Checkpoint, name: str, form: TableScales | str) -> Tensor
         return [(packed, codes), (groups, (scales_of_groups(p, form) for p in pieces() if p))]
     if form == "int8":
         scales: list[np.ndarray] = []
-        codes = _int8_pieces(checkpoint.pieces(name), scales)
+        rounded = _int8_pieces(checkpoint.pieces(name), scales)
         of_rows = TensorSpec(f"{name}_scale", "float32", (rows, 1))
-        return [(TensorSpec(name, "int8", (rows, columns)), codes), (of_rows, scales)]
+        return [(TensorSpec(name, "int8", (rows, columns)), rounded), (of_rows, scales)]
     dtype, stored = ("bfloat16", _rounded) if form == "bf16" else (form, _floats)
     return [(TensorSpec(name, dtype, (rows, columns)), map(stored, checkpoint.pieces(name)))]
 

@@ -28,7 +28,6 @@ from sparse_bitnet.packing.formats import (
     B3_BLOCK_WEIGHTS,
     I2_BLOCK_WEIGHTS,
     b3_plane_bytes,
-    check_layout,
     coded_pattern,
     i2_plane_bytes,
     needs_exact,
@@ -107,8 +106,7 @@ def unpack(
     or are not what `pack` writes for any codes within the pattern.
     """
     rows, in_features = shape
-    check_layout(format, pattern, in_features, name)
-    expected = [rows, row_bytes(format, pattern, in_features)]
+    expected = [rows, row_bytes(format, pattern, in_features, layer=name)]
     array = _array(packed)
     if array.dtype != np.uint8 or expected != list(array.shape):
         raise UserError(
