@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """SparseBitConfig: its text form, its dict form, and the combinations that it refuses."""
 
+import dataclasses
+from typing import Literal, get_args, get_origin
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import CHOICES, SparseBitConfig
+from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
+
+CHOICES = {
+    field.name: get_args(field.type)
+    for field in dataclasses.fields(SparseBitConfig)
+    if get_origin(field.type) is Literal
+}
 
 
 def forms() -> st.SearchStrategy[str]:

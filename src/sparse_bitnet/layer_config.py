@@ -6,19 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Variant, check_module, find
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "weight": ("ternary", "full"),
-    "mask_source": ("master", "ternary"),
-    "scale_source": ("dense", "masked"),
-    "mask_gradient": ("dense", "masked"),
-    "ste": ("identity", "clipped"),
-}
 
 REGISTERED = {
     "score": "magnitude",
@@ -89,9 +81,10 @@ class SparseBitConfig:
         for kind in REGISTERED:
             object.__setattr__(self, kind, find(kind, getattr(self, kind)).text)
         object.__setattr__(self, "dense_layers", _globs(self.dense_layers))
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise UserError(f"{field}={getattr(self, field)!r}: choose one of {allowed}")
+        for field in dataclasses.fields(self):
+            allowed, value = get_args(field.type), getattr(self, field.name)
+            if get_origin(field.type) is Literal and value not in allowed:
+                raise UserError(f"{field.name}={value!r}: choose one of {allowed}")
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -107,7 +100,7 @@ class SparseBitConfig:
                 raise UserError(f"{field}={getattr(self, field)} needs {wanted}")
         if self.mask_source != "ternary":
             return
-        if not self.is_plain or self.variant("schedule").entry.blends:
+        if not self.is_plain or self.variant("schedule").blends:
             raise UserError(
                 "mask_source=ternary ranks the codes of absmean: it takes no score, quantizer or "
                 "blending schedule"
@@ -149,7 +142,7 @@ class SparseBitConfig:
         """
         head, *options = text.strip().split(",")
         weight, dash, pattern = head.partition("-")
-        if not dash or weight not in CHOICES["weight"]:
+        if not dash or weight not in ("ternary", "full"):
             raise UserError(
                 f"format {text!r}: write ternary-n:m or full-n:m, for example ternary-6:8"
             )
@@ -182,15 +175,14 @@ class SparseBitConfig:
         """
         values = {k: text for k, text in self._texts().items() if _LEFT_OUT.get(k) != text}
         used = {kind: self.variant(kind) for kind in REGISTERED}
-        foreign = [f"{kind}={each.entry.module}" for kind, each in used.items() if each.is_foreign]
+        foreign = [f"{kind}={each.module}" for kind, each in used.items() if each.is_foreign]
         return values | ({"registered_by": "+".join(foreign)} if foreign else {})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`.
+        """Read what `to_dict` returns.
 
-        Raises `UserError` for a missing or an unknown key, and for what is not registered here, or by
-        another module.
+        Raises `UserError` for missing or unknown keys, and for what is registered elsewhere or nowhere.
         """
         if not isinstance(values, dict):
             raise UserError(f"sparse_bitnet config {values!r} is not a table of fields")
@@ -225,10 +217,7 @@ class DenseLayersOption:
         return _globs(self.dense_layers.replace(",", "+")) if self.dense_layers else ()
 
     def with_dense_layers(self, format: str) -> SparseBitConfig:
-        """The format of a text form, with these dense layers if any are given.
-
-        Raises `UserError` where the text names others.
-        """
+        """The format of a text form, with these dense layers; `UserError` where the text names others."""
         parsed = SparseBitConfig.parse(format)
         if self.dense_layers and parsed.dense_layers not in ((), self.dense_globs):
             raise UserError(f"--dense-layers {self.dense_layers}: format {format} names others")

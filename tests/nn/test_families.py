@@ -149,14 +149,11 @@ class TestExperts:
         for layer in model.model.layers:
             layer.mlp.experts.has_bias = True
         before = list(model.state_dict())
-        with pytest.raises(
-            UserError, match=r"6 matrices .*experts\.gate_up_proj.*allow_partial=True"
-        ):
+        with pytest.raises(UserError, match=r"6 matrices .*experts\.gate_up_proj.*with filter_fn"):
             convert_(model, SparseBitConfig())
         assert not sparse_layers(model)
         assert list(model.state_dict()) == before
-        with pytest.warns(UserWarning, match="6 matrices"):
-            convert_(model, SparseBitConfig(), allow_partial=True)
+        convert_(model, SparseBitConfig(), lambda module, name: name != "lm_head")
         assert len(sparse_layers(model)) == 16
 
     def test_calibration_reaches_experts_that_were_taken_apart(self) -> None:
@@ -170,10 +167,12 @@ class TestExperts:
 
     def test_what_is_asked_for_is_not_told(self) -> None:
         attention = SparseBitConfig(dense_layers=("experts", "shared_*"))
-        for filter_fn in (None, lambda module, name: "self_attn" in name):
-            with pytest.warns(UserWarning, match=r"convert_: 2 matrices .* 2% .*\.gate\.weight"):
-                model = convert_(moe(), attention, filter_fn)
-            assert len(sparse_layers(model)) == 8
+        with pytest.warns(UserWarning, match=r"convert_: 2 matrices .* 2% .*\.gate\.weight"):
+            model = convert_(moe(), attention)
+        assert len(sparse_layers(model)) == 8
+        with warnings.catch_warnings(action="error"):
+            model = convert_(moe(), attention, lambda module, name: "self_attn" in name)
+        assert len(sparse_layers(model)) == 8
 
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon"])

@@ -92,6 +92,8 @@ class TestSelection:
     def test_a_layer_that_moves_selects_again(self) -> None:
         layer = make_layer("ternary-6:8")
         layer.select_()
+        layer.to("cpu")
+        assert layer.is_selected
         layer.to("meta")
         assert not layer.is_selected
         assert layer.mask is None

@@ -7,7 +7,6 @@ config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseB
 bit; the master weights are stored, so training can continue from there. Packed folders load alike.
 """
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,13 +207,7 @@ def register() -> None:
             # A base model without its head has the same names less the prefix.
             prefix = f"{model.base_model_prefix}."
             dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-            with warnings.catch_warnings(action="ignore"):
-                convert_(
-                    model,
-                    format,
-                    lambda module, name: name.removeprefix(prefix) not in dense,
-                    allow_partial=True,
-                )
+            convert_(model, format, lambda module, name: name.removeprefix(prefix) not in dense)
 
     class PackedQuantizer(MastersQuantizer):
         """Replaces the layers of the empty model and decodes them when they are loaded.

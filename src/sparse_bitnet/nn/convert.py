@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
-from sparse_bitnet.nn.selection import check_quantizer, select
+from sparse_bitnet.nn.selection import select
 from sparse_bitnet.nn.straight_through import InputQuantizer
 
 FORMAT_VERSION = 1
@@ -36,7 +36,6 @@ def convert_(
     config: SparseBitConfig | str,
     filter_fn: FilterFn | None = None,
     *,
-    allow_partial: bool = False,
     calibration: Iterable[Tensor] | None = None,
 ) -> Model:
     """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
@@ -47,7 +46,6 @@ def convert_(
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
             experts. By default every one of the blocks, never an embedding, an output head or a weight
             tied to one. The config's `dense_layers` stay as they are in either case.
-        allow_partial: accept that most of the matrix weights stay as they are.
         calibration: token ids, int64 [batch, sequence] each: text whose inputs scores as `wanda` take
             from the model as it was, so that it is pruned without training.
 
@@ -87,27 +85,23 @@ def convert_(
         # Groups lie along rows, which a `Conv1D` stores as columns.
         along = -2 if _class_name(module) == _CONV1D else -1
         for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):
-            config.pattern.check_divides(weight.shape[along], name)
-            check_quantizer(config, weight.shape[along], name)
+            _check_width(weight.shape[along], config, name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
-    sees_inputs = config.variant("score").entry.sees_inputs
+    sees_inputs = config.variant("score").sees_inputs
     if calibration is not None and sees_inputs and len(linear) < len(targets):
         raise UserError(
             "convert_: calibration does not reach fused experts; leave them dense (dense_layers), or "
             "convert the model to full-8:8 first, which takes them apart"
         )
-    asked = {
-        module
-        for name, module in candidates.items()
-        if filter_fn is not None or name in targets or config.keeps_dense(name)
-    }
-    _tell_what_stays(model, set(targets.values()), asked, allow_partial)
+    if filter_fn is None:
+        dense = {module for name, module in candidates.items() if config.keeps_dense(name)}
+        _tell_what_stays(model, set(targets.values()), dense)
     norms = {} if calibration is None else input_norms(model, linear, config, calibration)
     layers: dict[nn.Module, nn.Module] = {}
     for name, module in candidates.items():
         parent, _, child = name.rpartition(".")
         if name in targets and module not in layers:
-            layers[module] = converted(module, config, name)
+            layers[module] = _converted(module, config, name)
         elif config.keeps_dense(name) and isinstance(module, SparseBitLinear):
             layers[module] = module.to_linear()
         if module in layers:
@@ -122,11 +116,22 @@ def convert_(
     return model
 
 
-def _tell_what_stays(
-    model: nn.Module, owners: set[nn.Module], asked: set[nn.Module], allow_partial: bool
-) -> None:
-    """Warn of weight matrices, or stacks of them, in the blocks that nobody asked to leave alone; refuse
-    when they are most. Embeddings, convolutions and norms are none."""
+def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
+    """Raise `UserError`, naming the layer, when the format does not take rows of `width` weights."""
+    config.pattern.check_divides(width, name)
+    try:
+        if not config.is_plain:
+            select(torch.ones(1, width, device="cpu"), config)  # where the model may be on "meta"
+    except UserError as error:
+        raise UserError(
+            f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, "
+            "dense_layers)"
+        ) from error
+
+
+def _tell_what_stays(model: nn.Module, owners: set[nn.Module], dense: set[nn.Module]) -> None:
+    """Warn of weight matrices, or stacks of them, in the blocks that are neither converted nor `dense`;
+    refuse when they are most. Embeddings, convolutions and norms are none."""
     in_blocks, sizes, total = _in_blocks(model), dict[str, int](), 0
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
@@ -134,7 +139,7 @@ def _tell_what_stays(
         for name, weight in module.named_parameters(prefix, recurse=False):
             if weight.dim() in (2, 3) and module in owners:
                 total += weight.numel()
-            elif weight.dim() in (2, 3) and module not in asked and in_blocks(module, name):
+            elif weight.dim() in (2, 3) and module not in dense and in_blocks(module, name):
                 sizes[name] = weight.numel()
     if not sizes:
         return
@@ -144,8 +149,8 @@ def _tell_what_stays(
         f"{left / (total + left):.0%} of the weights of its blocks: {', '.join(largest)}"
         + (", ..." if len(sizes) > 3 else "")
     )
-    if left > total and not allow_partial:
-        raise UserError(f"{message}; pass allow_partial=True to accept that")
+    if left > total:
+        raise UserError(f"{message}; choose the layers to convert with filter_fn")
     warnings.warn(message, stacklevel=3)
 
 
@@ -187,12 +192,8 @@ def is_fused_experts(module: nn.Module) -> bool:
     )
 
 
-def converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
-    """Return the `SparseBitLinear`, or the experts of such, that stands for a module of the kinds above.
-
-    A linear layer keeps its very parameters; the weight of a `Conv1D` is transposed and experts are
-    taken apart, so theirs are new ones.
-    """
+def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
+    """Return what stands for a linear layer, with its very parameters, or for experts, with new ones."""
     if is_fused_experts(module):
         return SparseBitExperts(module, config, name)
     linear = module
@@ -378,7 +379,7 @@ def set_integer_forward_(model: nn.Module, integer: bool) -> None:
         has_codes = (config.weight, config.activation) == ("ternary", "int8")
         # What a registered quantiser gives shows only in a weight.
         rows = torch.zeros(2, layer.in_features)
-        one_scale = not config.variant("schedule").entry.blends and (
+        one_scale = not config.variant("schedule").blends and (
             config.is_plain or select(rows, config).value is None
         )
         if not (has_codes and one_scale):

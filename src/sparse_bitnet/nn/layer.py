@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.selection import Selection, SelectionState, select, spread_scale
+from sparse_bitnet.nn.selection import (
+    Selection,
+    select,
+    spread_scale,
+    state_of,
+    watch_optimizers,
+)
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
     several_scales_linear,
@@ -70,9 +76,16 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         self.kept: int | None = None
         self.blend = 1.0
         self.integer_forward = False
-        self.state = SelectionState()
+        # What `select_` made, for which state of the weight; scale and state at the last selection of a
+        # frozen weight.
+        self.current: Selection | None = None
+        self._made_for: tuple[int, int, int] | None = None
+        self._frozen: tuple[Tensor | None, Any] = (None, None)
+        # Of the last training step: the mask as `pack_mask` gives it, and how many positions changed.
+        self.mask_words: Tensor | None = None
+        self.mask_flips: Tensor | None = None
         self.inputs = InputQuantizer(config)
-        sees = config.variant("score").entry.sees_inputs
+        sees = config.variant("score").sees_inputs
         # Root mean square of each input feature, zeros before the first; squares and tokens since then.
         norm = torch.zeros(in_features, device=device, dtype=torch.float32) if sees else None
         seen = torch.zeros(in_features + 1, device=device, dtype=torch.float32) if sees else None
@@ -104,24 +117,11 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
     @property
     def mask(self) -> Tensor | None:
         """bool [out_features, in_features] of the last selection, see `select_`; None without one."""
-        if self.state.current is not None and self.state.current.mask is not None:
-            return self.state.current.mask
-        words = self.mask_words
+        current = self.current
+        if current is not None and current.mask is not None:
+            return current.mask
+        words = self.mask_words if current is None else current.mask_words
         return None if words is None else unpack_mask(words, self.config.pattern.m)
-
-    @property
-    def mask_words(self) -> Tensor | None:
-        """The same as `pack_mask` gives it: how a mask is kept and stored."""
-        return (self.state.current or self.state).mask_words
-
-    @mask_words.setter
-    def mask_words(self, words: Tensor | None) -> None:
-        self.state.mask_words = words
-
-    @property
-    def mask_flips(self) -> Tensor | None:
-        """int64 scalar, positions that the last selection changed; None without a predecessor."""
-        return (self.state.current or self.state).mask_flips
 
     def select(self) -> Selection:
         """Return mask, codes and scale of the weight as it is now."""
@@ -134,7 +134,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             matrix=None if self.config.is_plain and self.blend == 1 else self._matrix(),
             weight_scale=scale,
             words=weight.is_cuda,  # one kernel there; elsewhere the mask is packed afterwards
-            previous=self.state.mask_words if self.training else None,
+            previous=self.mask_words if self.training else None,
         )
         if not (self.weight.requires_grad or torch.compiler.is_compiling()):
             self._watch_frozen(selection.weight_scale)
@@ -145,9 +145,9 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         was learnt in full precision is rounded to ternary codes from then on."""
         if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # a comparison would wait for the device, which a capture does not allow
-        (before, state), held = self.state.frozen, self.weight
+        (before, state), held = self._frozen, self.weight
         now = (0 if held.is_inference() else held._version, held.dtype, held.device)
-        self.state.frozen = (scale, now)
+        self._frozen = (scale, now)
         if self.training or now != state or scale is None or before is None or scale.is_meta:
             return
         if not torch.equal(before, scale):
@@ -170,31 +170,31 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
     def select_(self) -> None:
         """Select once; forwards use the result until `release_`, or until the weight changes.
 
-        In training mode `mask` and `mask_flips` outlive the release, and the next call counts the
-        positions that changed. In evaluation mode both are as before after the release, so an
-        evaluation between two training steps leaves their flip rate alone.
+        In training mode `mask_words` and `mask_flips` outlive the release, and the next call counts the
+        positions that changed. In evaluation mode both stay as they are.
         """
         self.release_()
         chosen = self.select()
         mask, words, flips = chosen.mask, chosen.mask_words, chosen.mask_flips
         if words is None and mask is not None:
             words = pack_mask(mask, self.config.pattern.m)
-        previous = self.state.mask_words if self.training else None
+        previous = self.mask_words if self.training else None
         if flips is None and words is not None and previous is not None:
             flips = count_flips(previous, words)
         used = chosen.codes is None or self.config.mask_gradient == "masked"
         if not (used or self.config.variant("score").has("gradient")):
             mask = None
-        chosen = chosen._replace(mask=mask, mask_words=words, mask_flips=flips)
-        self.state.hold(chosen, self.weight)
+        watch_optimizers()
+        self.current = chosen._replace(mask=mask, mask_words=words, mask_flips=flips)
+        self._made_for = state_of(self.weight)
         if self.training:
-            self.state.mask_words, self.state.mask_flips = words, flips
+            self.mask_words, self.mask_flips = words, flips
             if self._seen is not None:
                 self._seen.zero_()  # of a step that raised, or memory that loading left as it was
 
     def release_(self) -> None:
         """Forget codes and scale; later forwards follow the weight again."""
-        self.state.current = None
+        self.current = None
 
     @property
     def is_selected(self) -> bool:
@@ -204,18 +204,21 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         has made a step: a selection left behind (by a step that raised, say) never meets another weight.
         Compiled code cannot look and trusts the caller.
         """
-        if torch.compiler.is_compiling():
-            return self.state.current is not None
-        return self.state.is_current(self.weight)
+        if self.current is None or torch.compiler.is_compiling():
+            return self.current is not None
+        return self._made_for == state_of(self.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A layer that moves selects again, and counts flips from then on.
-        self.state = SelectionState(frozen=self.state.frozen)
-        return super()._apply(fn, recurse)
+        before = self.weight.device, self.weight.dtype
+        super()._apply(fn, recurse)
+        if (self.weight.device, self.weight.dtype) != before:
+            # It selects again, and counts flips from then on.
+            self.current = self.mask_words = self.mask_flips = None
+        return self
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]; computes in the autocast dtype if one is set."""
-        selection = self.state.current if self.is_selected else None
+        selection = self.current if self.is_selected else None
         if selection is None:
             selection = self.select()
         gradient_mask = self._gradient_mask(selection, self.weight)
@@ -256,7 +259,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         Args:
             reduce: sums a tensor over the processes whose inputs count together.
         """
-        score, current = self.config.variant("score"), self.state.current
+        score, current = self.config.variant("score"), self.current
         gradient = self._own_gradient()
         adds = score.has("gradient") and not self.dense_phase
         if adds and current is not None and gradient is not None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of mask, ternary codes and scale from a master weight, and how a layer holds them."""
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,20 +132,6 @@ def _select_registered(
     return Selection(codes, mask, scale, value=value, blend=share)
 
 
-def check_quantizer(config: SparseBitConfig, in_features: int, name: str) -> None:
-    """Raise `UserError`, naming the layer, when the quantizer does not take rows of `in_features`."""
-    if config.weight == "full":
-        return
-    row = torch.ones(1, in_features, device="cpu")  # where the model may be on "meta"
-    try:
-        _quantized(config.variant("quantizer"), row, None, Matrix())
-    except UserError as error:
-        raise UserError(
-            f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, "
-            "dense_layers)"
-        ) from error
-
-
 def _quantized(
     quantizer: Variant, weight: Tensor, mask: Tensor | None, matrix: Matrix
 ) -> tuple[Tensor, Tensor]:
@@ -196,49 +181,22 @@ def spread_scale(scale: Tensor, in_features: int) -> Tensor:
     return scale.repeat_interleave(in_features // scale.shape[1], 1)
 
 
-@dataclass
-class SelectionState:
-    """Selections that a layer holds; they are never saved, and a layer that moves has new ones."""
+optimizer_steps = 0
 
-    current: Selection | None = None
-    """Selection that forwards use instead of making a new one."""
 
-    mask_words: Tensor | None = None
-    """`Selection.mask_words` of the last training step."""
-
-    mask_flips: Tensor | None = None
-    """`Selection.mask_flips` of the last training step."""
-
-    frozen: tuple[Tensor | None, Any] = (None, None)
-    """Scale, and version, type and device of the weight, at the last selection while it was frozen."""
-
-    _made_for: tuple[int, int, int] | None = None
-    _optimizer_steps: ClassVar[int] = 0
-
-    def hold(self, selection: Selection, weight: Tensor) -> None:
-        """Make it the current one, for as long as `weight` stays what it is."""
-        _watch_optimizers()
-        self.current, self._made_for = selection, self._state_of(weight)
-
-    def is_current(self, weight: Tensor | None) -> bool:
-        """Whether the current selection is still that of the weight; None asks for optimisers alone."""
-        if self.current is None or self._made_for is None:
-            return False
-        if weight is None:
-            return self._made_for[2] == self._optimizer_steps
-        return self._made_for == self._state_of(weight)
-
-    @classmethod
-    def count_step(cls, *_: Any) -> None:
-        """An optimiser has made a step: fused ones write weights without a new version."""
-        cls._optimizer_steps += 1
-
-    def _state_of(self, weight: Tensor) -> tuple[int, int, int]:
-        """Changes whenever the values of `weight` may have."""
-        version = 0 if weight.is_inference() else weight._version  # inference tensors keep none
-        return id(weight), version, self._optimizer_steps
+def state_of(weight: Tensor) -> tuple[int, int, int]:
+    """Return what changes whenever the values of `weight` may have: its identity, its version, and the
+    number of optimiser steps, as fused ones write weights without a new version."""
+    version = 0 if weight.is_inference() else weight._version  # inference tensors keep none
+    return id(weight), version, optimizer_steps
 
 
 @cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(SelectionState.count_step)
+def watch_optimizers() -> None:
+    """Count the steps of all optimisers from here on, for `state_of`."""
+
+    def count(*_: Any) -> None:
+        global optimizer_steps
+        optimizer_steps += 1
+
+    register_optimizer_step_post_hook(count)

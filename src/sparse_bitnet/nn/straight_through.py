@@ -36,7 +36,7 @@ class InputQuantizer:
 
     def __init__(self, config: SparseBitConfig) -> None:
         self.variant = config.variant("activation")
-        self.name = self.variant.entry.name
+        self.name = self.variant.name
 
     def transform(self, x: Tensor) -> Tensor:
         """Return the input after the `transform` hook; it is quantised and multiplied with the weight."""

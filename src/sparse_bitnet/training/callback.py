@@ -21,7 +21,7 @@ from sparse_bitnet.training.metrics import selection_counts, selection_metrics
 
 
 class SparseBitCallback(TrainerCallback):
-    """Selects mask and codes once per optimiser step and once per evaluation.
+    """Selects mask and codes once per optimiser step.
 
     Every training log gets `flip_rate` (share of mask positions that changed since the step before,
     from the second step on) and `zero_fraction` (share of zeros among the effective weights), both of
@@ -36,11 +36,10 @@ class SparseBitCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._selection = ExitStack()
-        self._in_evaluation = False
         self._metrics: dict[str, float] = {}
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        self._release()
+        self._selection.close()
         if not sparse_layers(kwargs["model"]):
             name = type(kwargs["model"]).__name__
             raise UserError(f"SparseBitCallback: {name} has no SparseBitLinear; use convert_ first")
@@ -58,25 +57,13 @@ class SparseBitCallback(TrainerCallback):
         end_step_(sparse_layers(kwargs["model"]).values(), _sum_over_processes)
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
-        self._release()
-
-    def on_prediction_step(self, *_: Any, **kwargs: Any) -> None:
-        # There is no event before an evaluation: its first batch selects by itself.
-        if not self._in_evaluation:
-            self._selection.enter_context(selected(kwargs["model"]))
-            self._in_evaluation = True
-
-    on_evaluate = on_predict = on_step_end
+        self._selection.close()
 
     def on_log(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         if "loss" in logs:
             logs.update(self._metrics)
             state.log_history[-1].update(self._metrics)
-
-    def _release(self) -> None:
-        self._selection.close()
-        self._in_evaluation = False
 
 
 def _sum_over_processes(value: Tensor) -> Tensor:

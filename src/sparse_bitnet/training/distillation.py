@@ -152,13 +152,12 @@ class LogitCache:
                 line = progress.line("teacher's logits", "tokens")
                 for part in range(done, self.parts):
                     first = part * self.per_part
-                    last = min(self.windows, first + self.per_part)
-                    rows = np.empty((last - first, self.length), self.token)
+                    last, rows = min(self.windows, first + self.per_part), list[bytes]()
                     for start in range(first, last, batch):
                         end = min(last, start + batch)
-                        rows[start - first : end - first] = self._top(teacher, start, end)
+                        rows.append(self._top(teacher, start, end))
                         line(end * self.length, total)
-                    content = rows.tobytes()
+                    content = b"".join(rows)
                     write_atomic(self._path(part), content)
                     self.checksums.append(zlib_ng.crc32(content))
                     self._write_manifest()
@@ -180,7 +179,7 @@ class LogitCache:
         ids, logits = rows["ids"].astype(np.int64), rows["logits"].astype(np.float32)
         return torch.from_numpy(ids), torch.from_numpy(logits)
 
-    def _top(self, teacher: Teacher, first: int, last: int) -> np.ndarray:
+    def _top(self, teacher: Teacher, first: int, last: int) -> bytes:
         device = next(teacher.model.parameters()).device
         input_ids, _, *positions = (
             torch.from_numpy(each).to(device) for each in self.cut.batch(self.order[first:last])
@@ -196,7 +195,7 @@ class LogitCache:
         values, ids = (torch.cat(each).cpu().numpy() for each in zip(*tops, strict=True))
         rows = np.empty(len(ids), self.token)
         rows["ids"], rows["logits"] = ids, values
-        return rows.reshape(last - first, self.length)
+        return rows.tobytes()
 
     def _path(self, part: int) -> Path:
         return self.folder / f"part-{part:05d}.bin"

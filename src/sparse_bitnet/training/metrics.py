@@ -35,7 +35,7 @@ def selection_counts(
     none = torch.zeros((), dtype=torch.int64, device=next(iter(layers.values())).weight.device)
     zeros, flips = [], []
     for layer in layers.values():
-        chosen = layer.state.current
+        chosen = layer.current
         values = chosen and (chosen.mask if chosen.codes is None else chosen.codes)
         zeros.append(none if values is None else values.numel() - torch.count_nonzero(values))
         flips.append(none if layer.mask_flips is None else layer.mask_flips)

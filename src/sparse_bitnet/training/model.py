@@ -8,7 +8,6 @@ says how much of it.
 """
 
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -101,9 +100,7 @@ def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
             f"lora needs peft, which is not installed: {install('fine-tuning')}"
         ) from None
     names = list(sparse_layers(model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by old names
-        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
 
 
 @torch.no_grad()

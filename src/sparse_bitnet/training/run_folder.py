@@ -125,8 +125,8 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
         return
 
     def receive(*_: Any) -> None:
-        for number in previous:
-            signal.signal(number, signal.default_int_handler)
+        for caught in previous:
+            signal.signal(caught, signal.default_int_handler)
         on_first()
 
     previous: dict[int, Any] = {}
@@ -135,8 +135,8 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for caught, handler in previous.items():
+            signal.signal(caught, handler)
 
 
 def model_files(model: "PreTrainedModel") -> dict[str, str]:

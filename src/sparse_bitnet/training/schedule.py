@@ -55,7 +55,7 @@ def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int,
         return (n if step >= config.first_sparse_step else m), 1.0
     schedule = format.variant("schedule")
     kept, blend = schedule.call((step - 1) / config.steps, n, m)
-    blends = schedule.entry.blends or blend == 1
+    blends = schedule.blends or blend == 1
     if not (1 <= kept <= m and 0 <= blend <= 1 and blends):
         raise UserError(
             f"schedule {schedule.text}: step {step} would keep {kept} of {m} and blend {blend}"

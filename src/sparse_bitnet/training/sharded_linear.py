@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from sparse_bitnet.nn import selection as selections
 from sparse_bitnet.nn.convert import selected, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.selection import Selection
@@ -93,7 +94,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
         self.packed = None
         # Without one scale, or in a run that blends at times, effective weights travel throughout.
         if codes is not None and scale is not None and scale.dim() == 0:
-            blends = self.config.variant("schedule").entry.blends
+            blends = self.config.variant("schedule").blends
             self.packed = None if blends else pack_codes(codes)
 
     def release_(self) -> None:
@@ -103,24 +104,25 @@ class ShardedSparseBitLinear(SparseBitLinear):
     @property
     def is_selected(self) -> bool:
         # The parameter is another object while it is gathered: the optimiser's steps have to do.
-        return self.state.is_current(None)
+        made_for = self._made_for
+        return bool(self.current and made_for and made_for[2] == selections.optimizer_steps)
 
     @property
     def selection(self) -> Selection:
         """The step's, of the own rows; forwards and gathers are possible only with one."""
-        assert self.state.current is not None, "used outside selected_shards"
-        return self.state.current
+        assert self.current is not None, "used outside selected_shards"
+        return self.current
 
     def forward(self, input: Tensor) -> Tensor:
-        value, scale = self.gathered, self.selection.weight_scale
-        assert value is not None, "forward before a gather"
-        x, gathered = self._taken(input), value
-        if self.packed is None or self.config.activation == "none":
-            if self.packed is not None:
+        gathered, scale = self.gathered, self.selection.weight_scale
+        assert gathered is not None, "forward before a gather"
+        x = self._taken(input)
+        if self.packed is None or scale is None or self.config.activation == "none":
+            value = gathered
+            if self.packed is not None and scale is not None:
                 value = (unpack_codes(gathered, self.in_features) * scale).to(self.weight.dtype)
             x = self.inputs.fake_quantize(x, self.selection.blend)
             return F.linear(x, straight_through(self.weight, value), self.bias)
-        assert scale is not None
         return ternary_int8_linear(
             x,
             self.weight,
@@ -182,9 +184,6 @@ class RowShard(Tensor):
         if func in _KEEPING:
             return tree_map_only(Tensor, lambda part: cls(part, layer[0]), result)
         return result
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.rows})"
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """Return the one tensor that `fully_shard` gathers, and no metadata.

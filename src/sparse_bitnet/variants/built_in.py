@@ -93,24 +93,21 @@ def _rounded(weight: "Tensor", scale: "Tensor") -> Quantized:
     return (weight.float() / scale).round().clamp(-1, 1), scale
 
 
-def _mean(total: "Tensor", count: "Tensor") -> "Tensor":
-    return (total / count.clamp_min(1)).float().clamp_min(_FLOOR)
-
-
-def _sum_and_count(values: "Tensor", kept: "Tensor | None") -> "Tensor":
-    """float64 [2]: of the values that are kept."""
+def _mean(values: "Tensor", kept: "Tensor | None", matrix: Matrix) -> "Tensor":
+    """Mean over the whole matrix of the values that are kept; float32, at least `_FLOOR`."""
     import torch
 
     count = values.new_full((), values.numel(), dtype=torch.float64) if kept is None else kept.sum()
     values = values if kept is None else values * kept
-    return torch.stack([values.double().sum(), count.double()])
+    total, number = matrix.sum(torch.stack([values.double().sum(), count.double()]))
+    return (total / number.clamp_min(1)).float().clamp_min(_FLOOR)
 
 
 @register_quantizer("absmean")
 def absmean(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
     """Rounded to multiples of mean |w|, one scale a matrix: BitNet b1.58's, and the paper's (Ma et al.,
     "The Era of 1-bit LLMs", 2024, eqs. 1-3)."""
-    return _rounded(weight, _mean(*matrix.sum(_sum_and_count(weight.float().abs(), None))))
+    return _rounded(weight, _mean(weight.float().abs(), None, matrix))
 
 
 @register_quantizer("absmax")
@@ -146,10 +143,10 @@ def twn(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized
     """±1 beyond 0.7 mean |w|, scaled by the mean of those magnitudes (Li et al., "Ternary Weight
     Networks", 2016, eqs. 5-6)."""
     magnitudes = weight.float().abs()
-    threshold = 0.7 * _mean(*matrix.sum(_sum_and_count(magnitudes, None)))
+    threshold = 0.7 * _mean(magnitudes, None, matrix)
     beyond = magnitudes > threshold
     kept = beyond if mask is None else beyond & mask
-    return weight.sign() * beyond, _mean(*matrix.sum(_sum_and_count(magnitudes, kept)))
+    return weight.sign() * beyond, _mean(magnitudes, kept, matrix)
 
 
 @register_quantizer("binary")
@@ -157,7 +154,7 @@ def binary(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quanti
     """±1 at every kept position (zero counts as +1), scaled by the mean of those magnitudes (Rastegari
     et al., "XNOR-Net", ECCV 2016, eqs. 4-6). With 3:4 it is the weight format of "Sherry:
     Hardware-Efficient 1.25-Bit Ternary Quantization via Fine-grained Sparsification" (2026)."""
-    scale = _mean(*matrix.sum(_sum_and_count(weight.float().abs(), mask)))
+    scale = _mean(weight.float().abs(), mask, matrix)
     return (weight >= 0).to(weight.dtype) * 2 - 1, scale
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparse_bitnet.errors import UserError, did_you_mean
@@ -59,8 +59,8 @@ class Matrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A registered entry: the name, the module, and the functions under that name."""
+class Variant:
+    """What is registered under a name, with the values of its fields."""
 
     name: str
     module: str
@@ -70,6 +70,8 @@ class Entry:
 
     sees_inputs: bool = False
     blends: bool = False
+    values: dict[str, Any] = field(default_factory=dict)
+    """Values of fields that are not at their defaults."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -77,45 +79,35 @@ class Entry:
         keywords = [each for _, each in self.functions.values()]
         return {k: v for each in keywords for k, v in each.items() if k != "matrix"}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """An entry with the values of its fields: what the text form names."""
-
-    entry: Entry
-    values: dict[str, Any]
-
     @property
     def text(self) -> str:
         """`name`, or `name:field=value` for fields that are not at their defaults."""
         settings = (
-            f":{k}={str(v).lower() if isinstance(v, bool) else v}"
-            for k, v in self.values.items()
-            if v != self.entry.fields[k]
+            f":{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in self.values.items()
         )
-        return self.entry.name + "".join(settings)
+        return self.name + "".join(settings)
 
     @property
     def is_foreign(self) -> bool:
         """Whether it is somebody's own."""
-        return self.entry.module.partition(".")[0] != _PACKAGE
+        return self.module.partition(".")[0] != _PACKAGE
 
     def has(self, hook: str) -> bool:
-        """Whether the entry has a hook of that name."""
-        return hook in self.entry.functions
+        """Whether it has a hook of that name."""
+        return hook in self.functions
 
     def call(self, *args: Any, hook: str = "", matrix: Matrix | None = None) -> Any:
-        """Call the entry's function, or one of its hooks, with its fields; with `matrix` if it asks."""
-        function, keywords = self.entry.functions[hook]
-        given = {name: matrix if name == "matrix" else self.values[name] for name in keywords}
-        return function(*args, **given)
+        """Call the function, or one of its hooks, with its fields; with `matrix` if it asks."""
+        function, keywords = self.functions[hook]
+        given = {**self.values, "matrix": matrix}
+        return function(*args, **{k: given.get(k, default) for k, default in keywords.items()})
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {
+_ENTRIES: dict[str, dict[str, Variant]] = {
     "score": {},
     "quantizer": {},
     # The package's ops stand for these.
-    "activation": {name: Entry(name=name, module=__name__) for name in ("int8", "none")},
+    "activation": {name: Variant(name=name, module=__name__) for name in ("int8", "none")},
     "schedule": {},
 }
 
@@ -180,7 +172,7 @@ def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
 
 
 def _registers(
-    kind: str, name: str, hooks: dict[str, Callable[..., Any] | None], **options: bool
+    kind: str, name: str, hooks: dict[str, Callable[..., Any] | None], **options: Any
 ) -> Callable[[F], F]:
     if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_-]*", name):
         raise UserError(f"{kind} {name!r}: names are letters, digits, dashes and underscores")
@@ -195,7 +187,7 @@ def _registers(
             for hook, each in {"": function, **hooks}.items()
             if each is not None
         }
-        entry = Entry(name=name, module=function.__module__, functions=functions, **options)
+        entry = Variant(name=name, module=function.__module__, functions=functions, **options)
         for field_name, default in entry.fields.items():
             if type(default) not in (int, float, str, bool):
                 raise UserError(
@@ -224,14 +216,16 @@ def find(kind: str, text: Any) -> Variant:
             f"{kind}={name!r} is not registered{did_you_mean(name, known)}: choose one of "
             f"{', '.join(known)}, or import the module that registers it"
         )
-    values = dict(entry.fields)
+    values: dict[str, Any] = {}
+    defaults = entry.fields
     for setting in settings:
         field_name, equals, value = setting.partition("=")
-        if not equals or field_name not in values:
-            fields = ", ".join(values) or "it has none"
+        if not equals or field_name not in defaults:
+            fields = ", ".join(defaults) or "it has none"
             raise UserError(f"{kind}={text}: {setting!r} is not field=value with one of: {fields}")
-        values[field_name] = _read(f"{kind}={text}", entry.fields[field_name], value)
-    return Variant(entry=entry, values=values)
+        values[field_name] = _read(f"{kind}={text}", defaults[field_name], value)
+    changed = {k: values[k] for k in defaults if values.get(k, defaults[k]) != defaults[k]}
+    return replace(entry, values=changed)
 
 
 def _read(where: str, default: Any, text: str) -> Any:
@@ -261,7 +255,7 @@ def check_module(kind: str, text: str, module: str) -> None:
         raise UserError(f"{kind} {name!r} is that of {module}, here it is that of {entry.module}")
 
 
-def _entry(kind: str, name: str) -> Entry | None:
+def _entry(kind: str, name: str) -> Variant | None:
     """Return the entry of a name, or None; imports the modules named in the environment if needed."""
     if name not in _ENTRIES[kind]:
         for module in filter(None, os.environ.get(IMPORTED, "").split(",")):
