@@ -165,7 +165,7 @@ def test_windows_of_layers(changes: dict[str, Any], windows: tuple[int, ...]) ->
     is_gemma = changes["model_type"] == "gemma3_text"
     np.testing.assert_allclose(np.sqrt(bases), [1e6, 1e4 if is_gemma else 1e6], rtol=1e-3)
     if windows:
-        with pytest.raises(UserError, match="num_hidden_layers is above 65,536"):
+        with pytest.raises(UserError, match="num_hidden_layers is above 4,096"):
             read_architecture(config | {"num_hidden_layers": 1 << 30}, "")
 
 
