@@ -96,6 +96,22 @@ class TestAtomicFolder:
         assert os.listdir(old) == ["new"]
         assert os.listdir(old.parent) == ["folder"]
 
+    def test_failing_second_rename_puts_the_old_back(
+        self, old: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rename, calls = os.rename, []
+
+        def second_fails(source: Path, target: Path) -> None:
+            calls.append(source)
+            if len(calls) == 2:
+                raise FULL
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", second_fails)
+        with pytest.raises(UserError), atomic_folder(old):
+            pass
+        assert os.listdir(old) == ["old"]
+
     def test_a_link_stays_and_its_folder_is_replaced(self, old: Path) -> None:
         link = old.with_name("link")
         link.symlink_to("folder")

@@ -90,7 +90,12 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         old = path.with_name(f"{TEMPORARY_PREFIX}replaced-{os.getpid()}-{path.name}")
         if path.exists():
             os.rename(path, old)
-        os.rename(temporary, path)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            if old.exists():
+                os.rename(old, path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
         _sync_folder(path.parent)
     except OSError as error:
