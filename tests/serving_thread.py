@@ -15,11 +15,9 @@ from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import TokenGrammars
 from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
-from sparse_bitnet.serve.app import create_app
-from sparse_bitnet.serve.entrance import AllowedHosts
+from sparse_bitnet.serve.app import ServerMetrics, create_app
 from sparse_bitnet.serve.generations import ServedModel
-from sparse_bitnet.serve.http_server import HttpServer, listen
-from sparse_bitnet.serve.prometheus import ServerMetrics
+from sparse_bitnet.serve.http_server import AllowedHosts, HttpServer, listen
 from sparse_bitnet.serve.tool_calls import syntax_of
 
 TEMPLATE = (
@@ -74,7 +72,6 @@ def application(
     template: str | None = TEMPLATE,
     allowed_hosts: tuple = (),
     cors_origins: tuple = (),
-    page: bool = True,
     log_requests: bool = False,
     **options,
 ):
@@ -94,8 +91,8 @@ def application(
     )
     metrics = ServerMetrics()
     scheduler = ThreadedScheduler(engine, observer=metrics, **options)
-    hosts = AllowedHosts("127.0.0.1", allowed_hosts, cors_origins)
-    app = create_app(model, scheduler, metrics, hosts, page=page, log_requests=log_requests)
+    hosts = AllowedHosts(allowed_hosts, cors_origins)
+    app = create_app(model, scheduler, metrics, hosts, log_requests)
     return app, scheduler, model
 
 

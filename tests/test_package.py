@@ -58,8 +58,8 @@ def test_without_posix_all_that_runs_a_model_is_imported() -> None:
     modules = [module_name(path) for path in MODULES if path.stem != "__main__"]
     script = f"""
 import asyncio, importlib, os, signal, subprocess, sys
-import fastapi, filelock, llguidance, numpy, numpy.random, prometheus_client, rich.console
-import rich.progress, rich.table, tokenizers, uvicorn
+import filelock, llguidance, numpy, numpy.random, prometheus_client, rich.console
+import rich.progress, rich.table, starlette.applications, tokenizers, uvicorn
 from sparse_bitnet.cli.main import OF_TRAIN
 
 for name in ("fcntl", "grp", "pwd", "resource", "termios", *OF_TRAIN):
@@ -80,7 +80,6 @@ for name in ("cli.generate", "cli.serve", "cli.bench", "cli.export",
     assert "sparse_bitnet." + name in ran, name
 from sparse_bitnet import host
 assert host.available_cores() > 0
-assert host.most_open_files() is None
 host.limit_memory(1)
 """
     run(script)
@@ -92,7 +91,6 @@ host.limit_memory(1)
         ("0::/", {"cpu.max": "max 100000"}, 64),
         ("0::/", {"cpu.max": "150000 100000"}, 2),
         ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
-        ("1:cpuset:/\n4:cpu,cpuacct:/docker/f0", {"cpu/cpu.cfs_quota_us": "250000"}, 3),
     ],
 )
 def test_available_cores_keep_to_the_quota_of_a_container(
@@ -111,7 +109,6 @@ def test_available_cores_keep_to_the_quota_of_a_container(
         folder = (tmp_path / name).parent
         folder.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-        (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert host.available_cores() == cores
     host.limit_library_threads()
     assert os.environ.get("OMP_NUM_THREADS") == (str(cores) if cores < 64 else None)
@@ -126,7 +123,7 @@ def test_generating_imports_no_more_than_it_takes() -> None:
         "llguidance",
         "filelock",
         "rich",
-        "fastapi",
+        "starlette",
         "jinja2",
     ]
     script = f"""

@@ -79,8 +79,8 @@ def served():
 
 @pytest.fixture
 def client(served):
-    with served.client() as found:
-        yield found
+    with served.client() as opened:
+        yield opened
 
 
 def test_more_texts_than_run_at_once_beside_a_chat(client):
@@ -89,9 +89,9 @@ def test_more_texts_than_run_at_once_beside_a_chat(client):
     texts = [f"text {number}" for number in range(50)]
     with client.chat.completions.create(stream=True, **chat) as stream:
         pieces = [next(stream)]
-        found = embed(client, texts).data
+        entries = embed(client, texts).data
         pieces += list(stream)
-    for text, entry in zip(texts, found, strict=True):
+    for text, entry in zip(texts, entries, strict=True):
         np.testing.assert_allclose(
             entry.embedding, unit(logits_after(TOKENIZER.encode(text), 8)), rtol=1e-5
         )

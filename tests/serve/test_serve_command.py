@@ -32,12 +32,12 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 def folder(tmp_path_factory):
     """A packed model, random; the text of a token is its number."""
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 512, "initializer_range": 1.0}
-    found = make_packed(tmp_path_factory.mktemp("served"), **sizes)
+    packed = make_packed(tmp_path_factory.mktemp("served"), **sizes)
     numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(VOCAB)}, unk_token="0 "))
     numbers.decoder = decoders.Fuse()
-    numbers.save(str(found / "tokenizer.json"))
-    (found / "chat_template.jinja").write_text(TEMPLATE)
-    return found
+    numbers.save(str(packed / "tokenizer.json"))
+    (packed / "chat_template.jinja").write_text(TEMPLATE)
+    return packed
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,8 @@ def test_texts_are_those_of_the_engine_and_torch_stays_away(folder, engine_optio
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"port": 70_000}, "--port 70000"),
+        ({"port": -1}, "--port -1"),
         ({"max_running": 0}, "--max-running 0"),
-        ({"max_running": 1 << 40}, "--max-running 1099511627776: must be at most"),
         ({"prefill_slice": 0}, "--prefill-slice 0"),
         ({"max_tokens": 0}, "--max-tokens 0"),
         ({"grace": -1.0}, "--grace -1"),

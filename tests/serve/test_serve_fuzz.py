@@ -116,8 +116,8 @@ def check(answer):
         if answer.headers["content-type"].startswith("text/event-stream"):
             *events, done, end = answer.text.split("\n\n")
             assert (done, end) == ("data: [DONE]", "")
-            found = [strict(event.removeprefix("data: ")) for event in events]
-            errors = [event["error"] for event in found if "error" in event]
+            contents = [strict(event.removeprefix("data: ")) for event in events]
+            errors = [event["error"] for event in contents if "error" in event]
             assert all(DAMAGED in error["message"] for error in errors)
         else:
             strict(answer.text)

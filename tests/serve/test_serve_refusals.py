@@ -52,8 +52,7 @@ def served():
         (400, "best_of", "unsupported_parameter", {"best_of": 4}),
         (400, "suffix", "unsupported_parameter", {"suffix": "end"}),
         (400, "temprature", "unknown_parameter", {"temprature": 1}),
-        (400, "best_of", None, {"best_of": 1.5}),
-        (400, "stream_options", None, {"stream_options": {"include_usage": True}}),
+        (400, "stream_options.a", "unknown_parameter", {"stream_options": {"a": 1}}),
     ],
 )
 def test_bad_requests_are_named(served, status, param, code, change):
@@ -134,7 +133,8 @@ def test_a_limit_above_the_room_is_cut_and_named(path, name, own):
         ):
             body = {"model": "scripted", "temperature": 0, name: limit} | own
             answer = http.post(f"/v1/{path}", json=body)
-            assert answer.headers.get("X-Ignored-Parameters") == (name if is_cut else None)
+            named = "max_tokens" if name == "max_completion_tokens" else name
+            assert answer.headers.get("X-Ignored-Parameters") == (named if is_cut else None)
             usage = answer.json()["usage"]
             generated = usage.get("output_tokens", usage.get("completion_tokens"))
             assert (generated == 9) if limit == 9 else (usage["total_tokens"] == 256)

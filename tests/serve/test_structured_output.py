@@ -38,8 +38,8 @@ def served():
 
 @pytest.fixture
 def client(served):
-    with served.client() as found:
-        yield found
+    with served.client() as opened:
+        yield opened
 
 
 def chat(client, **more):
@@ -51,8 +51,7 @@ def chat(client, **more):
 def test_schema_in_a_chat_whole_and_streamed(client):
     answer = chat(client, response_format=FORMAT)
     assert answer.choices[0].finish_reason == "stop"
-    found = json.loads(answer.choices[0].message.content)
-    assert set(found) == {"name", "age"}
+    assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
     pieces = [
         chunk.choices[0].delta.content or ""
         for chunk in chat(client, response_format=FORMAT, stream=True)
@@ -156,7 +155,7 @@ def test_grammars_that_take_long_hold_up_no_other_requests(client, monkeypatch):
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_json": "{"}, "JSON schema"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.*missing"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: give"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         (
             {"response_format": {"type": "json_object", "schema": {"not": {}}}},

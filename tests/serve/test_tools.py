@@ -146,9 +146,9 @@ def saying(text, certainty=9, mark="<assistant>"):
     def logits(tokens, size):
         starts = range(len(tokens) - len(mark), -1, -1)
         start = next(i for i in starts if tokens[i : i + len(mark)] == mark) + len(mark)
-        found = np.zeros(size, np.float32)
-        found[script[min(len(tokens) - start, len(script) - 1)]] = certainty
-        return found
+        scores = np.zeros(size, np.float32)
+        scores[script[min(len(tokens) - start, len(script) - 1)]] = certainty
+        return scores
 
     return logits
 
@@ -277,8 +277,8 @@ def test_a_call_in_a_thought_is_none(more, opened):
             tools = more.get("tools", [WEATHER, TIME])
             [choice] = ask(client, **more).choices
             assert choice.message.content == draft
-            [found] = choice.message.tool_calls
-            assert found.function.arguments == '{"city": "Bern"}'
+            [called] = choice.message.tool_calls
+            assert called.function.arguments == '{"city": "Bern"}'
             deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True, **more)]
             assert "".join(delta.content or "" for delta in deltas) == draft
             calls = [call for delta in deltas for call in delta.tool_calls or ()]
@@ -321,7 +321,7 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
             {"tool_choice": "required", "extra_body": {"guided_regex": "a+"}},
             "or a response_format",
         ),
-        ({"tools": [TIME, function("f", [])]}, "schema of 'f' is not a JSON object"),
+        ({"tools": [TIME, function("f", [])]}, "tools.1.function.parameters: Input should be"),
     ],
 )
 def test_what_does_not_fit_is_refused(more, complaint):

@@ -13,17 +13,12 @@ from sparse_bitnet.cli.generate import SpeculationOptions
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least
 
-API_KEY_VARIABLE = "SPARSE_BITNET_API_KEY"
-_CACHE_TOKENS = 1024
-"""Default room in the KV cache for each of the generations that run together."""
-_MOST_RUNNING = 1 << 16
-
 
 @dataclass(kw_only=True)
 class ServeConfig:
     """Address, access and limits of the server."""
 
-    GROUPS: ClassVar = {"host": "server", "max_running": "limits", "page": "server"}
+    GROUPS: ClassVar = {"host": "server", "max_running": "limits", "grace": "server"}
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 listens on all; set --api-key with it."""
@@ -35,8 +30,7 @@ class ServeConfig:
     """API key that clients must send. Default: the environment's SPARSE_BITNET_API_KEY, or none."""
 
     allowed_host: tuple[str, ...] = ()
-    """More host names, such as a proxy's, that requests may carry in Host and that web pages may have in
-    Origin; * for any. The name in --host is always allowed."""
+    """More host names, such as a proxy's, to allow beside --host and addresses; * for any."""
 
     cors_origin: tuple[str, ...] = ()
     """Origins of other sites whose pages may use this server, such as https://a.example; * for any."""
@@ -65,25 +59,14 @@ class ServeConfig:
     max_body_bytes: int = 1 << 20
     """Maximum size of a request body, in bytes; larger ones are answered with status 413."""
 
-    page: bool = True
-    """Serve a chat page for browsers at /."""
-
     grace: float = 10.0
     """Seconds that running generations have to finish after SIGINT or SIGTERM."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` that names the option."""
         check_least(self, port=0, max_running=1, prefill_slice=1, max_queue=0)
         check_least(self, max_body_bytes=1, max_tokens=1)
-        for name, most in (("port", 65535), ("max_running", _MOST_RUNNING)):
-            if getattr(self, name) > most:
-                raise UserError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at most {most}"
-                )
         if self.api_key == "":
-            raise UserError(
-                "--api-key is empty, and would ask for no key: give one, or leave it out"
-            )
+            raise UserError("--api-key is empty: give a key, or leave the option out")
         if not 0 <= self.grace <= 3600:
             raise UserError(f"--grace {self.grace}: must be 0 to 3600 seconds")
 
@@ -108,22 +91,19 @@ def main(
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.pooling import read_pooling
     from sparse_bitnet.generation.scheduler import ThreadedScheduler
-    from sparse_bitnet.serve.app import create_app
-    from sparse_bitnet.serve.entrance import AllowedHosts
+    from sparse_bitnet.serve.app import ServerMetrics, create_app
     from sparse_bitnet.serve.generations import ServedModel
-    from sparse_bitnet.serve.http_server import listen, serve
-    from sparse_bitnet.serve.prometheus import ServerMetrics
+    from sparse_bitnet.serve.http_server import AllowedHosts, listen, serve
     from sparse_bitnet.serve.tool_calls import syntax_of
 
     if engine.cache_tokens is None:
         # Kept prefixes fill it in time; that of a long context alone could be gigabytes.
-        engine = replace(engine, cache_tokens=_CACHE_TOKENS * config.max_running)
+        engine = replace(engine, cache_tokens=1024 * config.max_running)
     with contextlib.ExitStack() as stack:
         # First: a port that is taken should not show only after loading.
-        bound = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
+        bound = stack.enter_context(listen(config.host, config.port))
         host, port = bound.getsockname()[:2]
-        names = (*filter(None, [config.host]), *config.allowed_host)
-        hosts = AllowedHosts(host, names, config.cors_origin)
+        hosts = AllowedHosts((config.host or host, *config.allowed_host), config.cors_origin)
         opened = open_model(checkpoint, engine)
         stack.enter_context(contextlib.closing(opened.engine))
         metrics = ServerMetrics()
@@ -137,19 +117,18 @@ def main(
         )
         name = config.model_name or Path(checkpoint).resolve().name or "model"
         name = os.fsencode(name).decode(errors="replace")
-        key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
-        notes = []
+        key = config.api_key or os.environ.get("SPARSE_BITNET_API_KEY") or None
         template = pooling = None
         try:
             template = ChatTemplate.load(opened.folder)
         except UserError as error:
-            notes.append(f"no chat: {error}")
+            print(f"no chat: {error}", file=sys.stderr)
         try:
             pooling = read_pooling(opened.folder)
         except UserError as error:
-            notes.append(f"no embeddings: {error}")
+            print(f"no embeddings: {error}", file=sys.stderr)
         if key is None and host not in ("127.0.0.1", "::1"):
-            notes.append(f"anyone who reaches {host} can use this server: set --api-key")
+            print(f"anyone who reaches {host} can use this server: set --api-key", file=sys.stderr)
         model = ServedModel(
             name=name,
             tokenizer=opened.tokenizer,
@@ -164,15 +143,8 @@ def main(
             max_tokens=config.max_tokens,
             max_body_bytes=config.max_body_bytes,
         )
-
-        def announce() -> None:
-            for note in notes:
-                print(note, file=sys.stderr)
-            address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-            page = f"chat page: {address}, " if config.page and template is not None else ""
-            print(f"{name}: {address}v1 ({page}Ctrl-C to stop)", flush=True)
-
-        app = create_app(
-            model, scheduler, metrics, hosts, page=config.page, log_requests=config.log_requests
-        )
-        serve(app, scheduler, bound, grace=config.grace, on_ready=announce)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        page = f"chat page: {address}, " if template is not None else ""
+        print(f"{name}: {address}v1 ({page}Ctrl-C to stop)", flush=True)
+        app = create_app(model, scheduler, metrics, hosts, config.log_requests)
+        serve(app, scheduler, bound, config.grace)

@@ -4,19 +4,18 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TypeVar
 
-from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import FormLost
-from sparse_bitnet.generation.request import Generation, GenerationRequest, Output, TokenScore
+from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import (
@@ -25,54 +24,21 @@ from sparse_bitnet.serve.generations import (
     ServedModel,
     embedding_requests,
     requests_of,
-    try_form,
 )
-from sparse_bitnet.serve.replies import ChatReply, Choice, Reply, call_reader, vectors_reply
-from sparse_bitnet.serve.responses import ResponsesBody, ResponsesReply, own_names
-from sparse_bitnet.serve.schema import Body, ChatBody, EmbeddingsBody, parse_body
+from sparse_bitnet.serve.replies import Choice, Reply, vectors_reply
+from sparse_bitnet.serve.responses import ResponsesBody, ResponsesReply
+from sparse_bitnet.serve.schema import Body, EmbeddingsBody, parse_body
 
 Result = TypeVar("Result")
 Outputs = asyncio.Queue[tuple[int, Output]]
 """Numbers of generations, and what is new of them."""
-_LARGE = 1 << 16
-"""Bytes of a body; of larger ones one is read at a time, for their memory."""
-_LONGEST_WAIT = 30.0
-"""Seconds that a request waits until its body is read, or its grammar tried."""
 _SCORES_AT_ONCE = 64
 """Maximum number of token scores in one event."""
-KEEP_ALIVE_SECONDS = 15.0
-"""A stream that waits longer sends a comment, so that no proxy takes the connection for dead."""
-_OUTPUTS_AT_ONCE = 64
-"""Written before other requests have their turn."""
+KEEP_ALIVE_SECONDS = 5.0
+"""A stream that waits longer sends a comment, so that no proxy takes the connection for dead; whether
+the client of another answer is still there is looked at as often."""
+_NOTHING = Output("")
 _FAILURES = ("cancelled", "shutdown", "error")
-
-
-class Lane:
-    """Work in other threads, a few pieces at a time."""
-
-    def __init__(self, at_once: int, most_waiting: int) -> None:
-        self._free, self._waiting, self._most_waiting = asyncio.Semaphore(at_once), 0, most_waiting
-
-    async def run(self, request: Request, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`. Raises `ApiError` 429 if too many requests wait or this one waited
-        too long, and `ClientDisconnect` if the client has gone meanwhile."""
-        busy = ApiError(429, "too many requests wait already; try later", code="queue_full")
-        if self._waiting >= self._most_waiting:
-            raise busy
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(_LONGEST_WAIT):
-                await self._free.acquire()
-        except TimeoutError:
-            raise busy from None
-        finally:
-            self._waiting -= 1
-        try:
-            if await request.is_disconnected():
-                raise ClientDisconnect
-            return await asyncio.to_thread(work)
-        finally:
-            self._free.release()
 
 
 class Answering:
@@ -83,90 +49,82 @@ class Answering:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undelivered: list[tuple[Outputs, tuple[int, Output]]] = []
         scheduler.delivered = self._deliver
-        most = scheduler.max_queue + scheduler.max_running
-        # At least one more of asyncio's threads writes answers.
-        self._small, self._large, self._untried = Lane(4, most), Lane(1, most), Lane(1, most)
+        # A grammar may take long. One at a time, so that requests without one find a thread.
+        self._reading, self._compiling = asyncio.Semaphore(4), asyncio.Semaphore(1)
 
     async def answer(
         self, kind: type[Body | ResponsesBody], raw: bytes, request: Request
     ) -> Response:
         """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
-        outputs, deliver = self.outputs()
+        outputs, deliver = self._outputs()
 
-        def start() -> tuple[Body | ResponsesBody, Prepared, list[Generation]]:
+        def read() -> tuple[Body | ResponsesBody, Prepared]:
             asked = parse_body(kind, raw)
-            if isinstance(asked, ResponsesBody):
-                with own_names():
-                    prepared = requests_of(asked.chat(), self._model, self._scheduler, deliver)
-            else:
-                prepared = requests_of(asked, self._model, self._scheduler, deliver)
-            return asked, prepared, [] if prepared.untried else self.submit(prepared.requests)
+            body = asked.chat() if isinstance(asked, ResponsesBody) else asked
+            return asked, requests_of(body, self._model, self._scheduler, deliver)
 
-        asked, prepared, generations = await self.beside(request, raw, start)
+        asked, prepared = await self.in_thread(read)
+        requests, body, ignored = prepared.requests, prepared.body, prepared.ignored
         if prepared.untried is not None:
-            # A grammar may take long. One at a time, so that requests without one find a thread.
-            prepared = await self._untried.run(request, partial(try_form, prepared, self._model))
-            generations = self.submit(prepared.requests)
+            async with self._compiling:
+                form = await asyncio.to_thread(self._model.grammars.start, prepared.untried)
+            requests = [replace(one, form=form) for one in requests]
+        generations = self._submit(requests)
         # They are cancelled, and logged, once the answer has ended.
         request.scope["generations"] = generations
-        body, reply, ignored = prepared.body, Reply(self._model, prepared.body), prepared.ignored
-        if isinstance(body, ChatBody) and isinstance(asked, ResponsesBody):
-            ignored = asked.named(ignored)
-            reply = ResponsesReply(self._model, body, asked)
-        elif isinstance(body, ChatBody):
-            reply = ChatReply(self._model, body)
+        reply = Reply(self._model, body)
+        if isinstance(asked, ResponsesBody):
+            reply, ignored = ResponsesReply(self._model, body, asked), asked.named(ignored)
         choices = [
-            Choice(
-                generation,
-                index,
-                prepared.echo[index // body.choices] if prepared.echo else "",
-                call_reader(self._model, body),
-            )
+            Choice(self._model, body, generation, index, prepared.echo[index // body.n])
             for index, generation in enumerate(generations)
         ]
         response: Response
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = kept_alive(_events(reply, choices, outputs))
+            events = _events(reply, choices, outputs)
             response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
         else:
-            async with cancelled_when_gone(request, self._scheduler, generations):
-                await _collect(choices, outputs)
-            response = await json_response(reply.whole(choices))
-        name_ignored(response, ignored)
+            async for choice, output in _new_outputs(choices, outputs):
+                await _check_connected(request)
+                choice.scores += output.scores
+                if output.finish in _FAILURES:
+                    raise _failure(choice.generation)
+            response = await _json_response(reply.whole(choices))
+        _name_ignored(response, ignored)
         return response
 
     async def embeddings(self, raw: bytes, request: Request) -> Response:
-        """A vector of each text, computed between the steps of others. Raises `ApiError`."""
-        outputs, deliver = self.outputs()
+        """Return a vector of each text, computed between the steps of others. Raises `ApiError`."""
+        outputs, deliver = self._outputs()
 
         def read() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
             body = parse_body(EmbeddingsBody, raw)
             return body, embedding_requests(body, self._model, self._scheduler, deliver)
 
-        body, requests = await self.beside(request, raw, read)
+        body, requests = await self.in_thread(read)
         generations: list[Generation] = []
         request.scope["generations"] = generations
         # So many at once as can run: what others ask meanwhile comes between them.
         wave = self._scheduler.max_running
-        async with cancelled_when_gone(request, self._scheduler, generations):
-            for start in range(0, len(requests), wave):
-                if generations and generations[0].cancel_asked:
-                    raise ApiError(499, "cancelled")
-                generations += self.submit(requests[start : start + wave])
-                for _ in requests[start : start + wave]:
-                    index, output = await outputs.get()
-                    if output.finish != "stop":
-                        raise failure(generations[index])
-        response = await json_response(vectors_reply(self._model.name, body, generations))
-        name_ignored(response, body.ignored)
+        for start in range(0, len(requests), wave):
+            generations += self._submit(requests[start : start + wave])
+            for _ in requests[start : start + wave]:
+                index, output = await outputs.get()
+                await _check_connected(request)
+                if output.finish != "stop":
+                    raise _failure(generations[index])
+        response = await _json_response(vectors_reply(self._model.name, body, generations))
+        _name_ignored(response, body.ignored)
         return response
 
-    async def beside(self, request: Request, raw: bytes, read: Callable[[], Result]) -> Result:
-        """Return the result of `read`, run in another thread. Raises as `Lane.run` does."""
-        return await (self._small if len(raw) <= _LARGE else self._large).run(request, read)
+    async def in_thread(self, read: Callable[[], Result]) -> Result:
+        """Return the result of `read`, which runs in another thread; four at a time, so that at least one
+        of asyncio's threads writes answers."""
+        async with self._reading:
+            return await asyncio.to_thread(read)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    def _submit(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Queue all of them or none. Raises `ApiError`."""
         try:
             return self._scheduler.submit(requests)
@@ -177,7 +135,7 @@ class Answering:
         except Stopping as error:
             raise ApiError(503, str(error), code="server_shutdown") from error
 
-    def outputs(self) -> tuple[Outputs, Deliver]:
+    def _outputs(self) -> tuple[Outputs, Deliver]:
         """Return a queue, and what puts outputs into it from the scheduler's thread."""
         self._loop = asyncio.get_running_loop()
         outputs: Outputs = asyncio.Queue()
@@ -196,42 +154,30 @@ class Answering:
         engine computes.
         """
         given, self._undelivered = self._undelivered, []
+
+        def put() -> None:
+            for outputs, output in given:
+                outputs.put_nowait(output)
+
         if given and self._loop is not None:
             with suppress(RuntimeError):  # a loop that has ended has nobody left to tell
-                self._loop.call_soon_threadsafe(_put_all, given)
+                self._loop.call_soon_threadsafe(put)
 
 
-def _put_all(given: list[tuple[Outputs, tuple[int, Output]]]) -> None:
-    for outputs, output in given:
-        outputs.put_nowait(output)
+async def _check_connected(request: Request) -> None:
+    """Raise `ClientDisconnect` once the client has gone; the generations then end with the request."""
+    if await request.is_disconnected():
+        raise ClientDisconnect
 
 
-def name_ignored(response: Response, names: Iterable[str]) -> None:
+def _name_ignored(response: Response, names: Iterable[str]) -> None:
     """Name in a header what had no effect. The names are the client's: as many as fit, in ASCII."""
     shown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in sorted(names)]
     if shown:
         response.headers["X-Ignored-Parameters"] = ", ".join(shown[:40])
 
 
-@asynccontextmanager
-async def cancelled_when_gone(
-    request: Request, scheduler: ThreadedScheduler, generations: Sequence[Generation]
-) -> AsyncIterator[None]:
-    """Inside, the generations end when the client goes away."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        scheduler.cancel(*generations)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-
-
-async def json_response(blocks: Iterator[bytes]) -> Response:
+async def _json_response(blocks: Iterator[bytes]) -> Response:
     """Many megabytes, such as log-probabilities of many tokens, are written as they are sent."""
     first = await asyncio.to_thread(lambda: list(islice(blocks, 2)))
     if len(first) == 1:
@@ -242,31 +188,30 @@ async def json_response(blocks: Iterator[bytes]) -> Response:
 async def _new_outputs(
     choices: Sequence[Choice], outputs: Outputs
 ) -> AsyncIterator[tuple[Choice, Output]]:
-    """Until all have ended. The log-probabilities of a prompt are in its choice before the first."""
+    """Yield what is new until all have ended, and `_NOTHING` when that takes a while. The
+    log-probabilities of a prompt are in its choice before the first."""
     left = len(choices)
     while left:
-        index, output = await outputs.get()
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                index, output = await outputs.get()
+        except TimeoutError:
+            yield choices[0], _NOTHING
+            continue
         ready = {index: output}
         # Where tokens come faster than they can be sent, one event takes several.
-        for _ in range(min(outputs.qsize(), _OUTPUTS_AT_ONCE)):
+        for _ in range(outputs.qsize()):
             index, output = outputs.get_nowait()
             ready[index] = ready[index].then(output) if index in ready else output
         for index, output in ready.items():
             left -= output.finish is not None
             choice = choices[index]
-            choice.take_prompt_scores()
+            if not choice.generated:
+                choice.scores += choice.generation.prompt_scores
             choice.generated = max(choice.generated, output.generated)
             yield choice, output
         # Neither the queue nor the client may have made it wait.
         await asyncio.sleep(0)
-
-
-async def _collect(choices: Sequence[Choice], outputs: Outputs) -> None:
-    """Wait until all have ended. Raises `ApiError` for the first that fails."""
-    async for choice, output in _new_outputs(choices, outputs):
-        choice.scores += output.scores
-        if output.finish in _FAILURES:
-            raise failure(choice.generation)
 
 
 async def _events(
@@ -277,23 +222,25 @@ async def _events(
         if opening := reply.opening(choice):
             yield opening
     async for choice, output in _new_outputs(choices, outputs):
+        if output == _NOTHING:
+            yield b": keep-alive\n\n"
+            continue
         finish = output.finish if output.finish not in _FAILURES else None
-        scores: list[TokenScore] = choice.scores + list(output.scores)
+        scores = choice.scores + list(output.scores)
         choice.scores = []
         while len(scores) > _SCORES_AT_ONCE:
             yield reply.chunk(choice, "", scores[:_SCORES_AT_ONCE], None)
             scores = scores[_SCORES_AT_ONCE:]
-        if (output.text or scores or finish) and (
-            chunk := reply.chunk(choice, output.text, scores, finish)
-        ):
+            await asyncio.sleep(0)  # a long prompt's scores: other requests have their turn
+        if chunk := reply.chunk(choice, output.text, scores, finish):
             yield chunk
         if output.finish in _FAILURES:
-            yield reply.failure(failure(choice.generation))
+            yield reply.failure(_failure(choice.generation))
     if end := reply.end(choices):
         yield end
 
 
-def failure(generation: Generation) -> ApiError:
+def _failure(generation: Generation) -> ApiError:
     """Return the error to answer for a generation that did not finish."""
     if generation.finish_reason == "shutdown":
         return ApiError(503, "the server is shutting down", code="server_shutdown")
@@ -301,22 +248,6 @@ def failure(generation: Generation) -> ApiError:
         return ApiError(499, "cancelled")
     error = generation.failure
     if isinstance(error, FormLost):
-        return ApiError(400, str(error), code="invalid_grammar")
+        return ApiError(400, str(error))
     reason = error if isinstance(error, UserError) else type(error).__name__
     return ApiError(500, f"the generation failed: {reason}", code="generation_failed")
-
-
-async def kept_alive(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events, and a comment whenever none has come for `KEEP_ALIVE_SECONDS`. Other requests have
-    their turn before each: every event is a task of its own."""
-    following = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            while not (await asyncio.wait({following}, timeout=KEEP_ALIVE_SECONDS))[0]:
-                yield b": keep-alive\n\n"
-            if (event := following.result()) is None:
-                return
-            yield event
-            following = asyncio.ensure_future(anext(events, None))
-    finally:
-        following.cancel()

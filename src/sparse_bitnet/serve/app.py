@@ -4,28 +4,40 @@ and tokens of texts under the names of vLLM (prompt, messages) and llama.cpp (co
 
 import asyncio
 import hmac
+import json
+import logging
+import re
+import sys
 import time
+import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from pydantic import ConfigDict, Field
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparse_bitnet.generation.scheduler import ThreadedScheduler
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.generation.request import Generation
+from sparse_bitnet.generation.scheduler import Load, Observer, ThreadedScheduler
 from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.entrance import AllowedHosts, Entrance
-from sparse_bitnet.serve.generations import ServedModel, chat_text, encode
-from sparse_bitnet.serve.messages import StrictModel
-from sparse_bitnet.serve.prometheus import CONTENT_TYPE, ServerMetrics
+from sparse_bitnet.serve.generations import ServedModel, detokenize, tokenize
+from sparse_bitnet.serve.http_server import AllowedHosts
 from sparse_bitnet.serve.responses import ResponsesBody
-from sparse_bitnet.serve.schema import ChatBody, CompletionBody, parse_body
+from sparse_bitnet.serve.schema import ChatBody, CompletionBody
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -37,7 +49,70 @@ _PAGE_HEADERS = {
 }
 """Headers of the chat page: even unescaped output of a model cannot reach beyond this server."""
 _BODY_SECONDS = 60.0
-"""A body that takes longer to arrive is given up."""
+"""Time limit for a request body to arrive."""
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_log = logging.getLogger(__name__)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_METRICS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "requests": (Counter, "Generations ended, by outcome", {"labelnames": ["outcome"]}),
+    "http_responses": (Counter, "HTTP responses", {"labelnames": ["path", "status"]}),
+    "prompt_tokens": (Counter, "Prompt tokens", {}),
+    "cached_tokens": (Counter, "Prompt tokens taken from the KV cache", {}),
+    "generated_tokens": (Counter, "Tokens generated", {}),
+    "draft_tokens": (Counter, "Draft tokens computed", {}),
+    "accepted_tokens": (Counter, "Draft tokens accepted", {}),
+    "preemptions": (Counter, "Generations paused for want of cache", {}),
+    "queue_length": (Gauge, "Generations waiting", {}),
+    "running": (Gauge, "Generations running", {}),
+    "cache_tokens": (Gauge, "Tokens the KV cache has room for", {}),
+    "cache_used_tokens": (Gauge, "Tokens of the KV cache in use", {}),
+    "kept_prefixes": (Gauge, "Ended sequences kept for prefix reuse", {}),
+    "time_to_first_token_seconds": (Histogram, "From arrival", {"buckets": _SECONDS}),
+    "time_per_token_seconds": (Histogram, "Between tokens", {"buckets": _TOKEN_SECONDS}),
+    "request_seconds": (Histogram, "Arrival to end", {"buckets": _SECONDS}),
+}
+
+
+class ServerMetrics(Observer):
+    """Metrics of one scheduler, in a registry of its own: two servers in a process do not mix."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._metrics = {
+            name: kind(f"sparse_bitnet_{name}", text, registry=registry, **options)
+            for name, (kind, text, options) in _METRICS.items()
+        }
+
+    def token(self, seconds: float, first: bool) -> None:
+        self._metrics["generated_tokens"].inc()
+        name = "time_to_first_token_seconds" if first else "time_per_token_seconds"
+        self._metrics[name].observe(seconds)
+
+    def ended(self, generation: Generation) -> None:
+        self._metrics["requests"].labels(generation.finish_reason).inc()
+        self._metrics["request_seconds"].observe(time.perf_counter() - generation.arrived)
+        for name, tokens in (
+            ("prompt_tokens", generation.prompt_tokens if generation.started else 0),
+            ("cached_tokens", generation.cached_tokens),
+            ("draft_tokens", generation.guessed_tokens),
+            ("accepted_tokens", generation.accepted_tokens),
+            ("preemptions", generation.pauses),
+        ):
+            self._metrics[name].inc(tokens)
+
+    def responded(self, path: str, status: int) -> None:
+        """Count an HTTP response that has begun; `path` is one of the server's own."""
+        self._metrics["http_responses"].labels(path, str(status)).inc()
+
+    def text(self, load: Load) -> bytes:
+        """Return the exposition, with the gauges set to `load`."""
+        self._metrics["queue_length"].set(load.waiting)
+        self._metrics["running"].set(load.running)
+        self._metrics["cache_tokens"].set(load.cache_tokens)
+        self._metrics["cache_used_tokens"].set(load.cache_tokens - load.free_tokens)
+        self._metrics["kept_prefixes"].set(load.kept_prefixes)
+        return generate_latest(self._registry)
 
 
 def create_app(
@@ -45,32 +120,24 @@ def create_app(
     scheduler: ThreadedScheduler,
     metrics: ServerMetrics,
     hosts: AllowedHosts,
-    *,
-    page: bool = True,
     log_requests: bool = False,
-) -> FastAPI:
-    """The application. The scheduler must have been started, with `metrics` as its observer.
-
-    Args:
-        page: a chat for browsers at /.
-        log_requests: a line of JSON for each, on standard error, without what it says.
-    """
-    app = FastAPI(title="sparse-bitnet", openapi_url=None)
+) -> Starlette:
+    """Return the application. The scheduler must have been started, with `metrics` as its observer.
+    `log_requests` as in `ServeConfig`."""
     answering = Answering(model, scheduler)
     created = int(time.time())
+    body_limits: set[asyncio.Timeout] = set()
 
-    async def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1")
-        wanted = f"Bearer {model.api_key}".encode(errors="surrogateescape")
-        if model.api_key and not hmac.compare_digest(given, wanted):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    async def health(request: Request) -> Response:
+        status, load = scheduler.status, scheduler.load()
+        content = {"status": status, "running": load.running, "waiting": load.waiting}
+        return JSONResponse(content, 200 if status == "ok" else 503)
 
-    router = APIRouter(dependencies=[Depends(check_key)])
+    async def chat_page(request: Request) -> Response:
+        return FileResponse(Path(__file__).parent / "page.html", headers=_PAGE_HEADERS)
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics.text(scheduler.load()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     def entry(name: str) -> dict[str, Any]:
         model.check_name(name)
@@ -83,69 +150,41 @@ def create_app(
             "embedding_pooling": model.pooling,
         }
 
-    @app.get("/health")
-    async def health() -> Response:
-        status, load = scheduler.status, scheduler.load()
-        return JSONResponse(
-            {
-                "status": status,
-                "running": load.running,
-                "waiting": load.waiting,
-            },
-            200 if status == "ok" else 503,
-        )
-
-    @router.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(metrics.text(scheduler.load()), media_type=CONTENT_TYPE)
-
-    @router.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [entry(model.name)]})
 
-    @router.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        return JSONResponse(entry(name))
-
-    def answer_posts(path: str, answer: Callable[[bytes, Request], Awaitable[Response]]) -> None:
-        # FastAPI would take a further parameter, even one with a default, from the query.
-        async def read_and_answer(request: Request) -> Response:
-            return await answer(await _read_body(request, model.max_body_bytes), request)
-
-        router.post(path)(read_and_answer)
+    async def one_model(request: Request) -> Response:
+        return JSONResponse(entry(request.path_params["name"]))
 
     async def converted(convert: Any, raw: bytes, request: Request) -> Response:
         work = partial(convert, raw, model, scheduler.capacity)
-        return JSONResponse(await answering.beside(request, raw, work))
+        return JSONResponse(await answering.in_thread(work))
 
-    answer_posts("/v1/completions", partial(answering.answer, CompletionBody))
-    answer_posts("/v1/chat/completions", partial(answering.answer, ChatBody))
-    answer_posts("/v1/responses", partial(answering.answer, ResponsesBody))
-    answer_posts("/v1/embeddings", answering.embeddings)
-    answer_posts("/tokenize", partial(converted, tokenize))
-    answer_posts("/detokenize", partial(converted, detokenize))
+    def posted(path: str, answer: Callable[[bytes, Request], Awaitable[Response]]) -> Route:
+        async def read_and_answer(request: Request) -> Response:
+            raw = await _read_body(request, model.max_body_bytes, body_limits)
+            return await answer(raw, request)
 
-    if page:
-        content = (Path(__file__).parent / "page.html").read_bytes()
+        return Route(path, read_and_answer, methods=["POST"])
 
-        # Without a key: the page asks for it.
-        @app.api_route("/", methods=["GET", "HEAD"])
-        async def chat_page() -> Response:
-            return Response(content, media_type="text/html", headers=_PAGE_HEADERS)
-
-    app.include_router(router)
-    paths = {route.path for route in [*app.routes, *router.routes] if hasattr(route, "path")}
-    app.add_middleware(
-        Entrance,
-        scheduler=scheduler,
-        metrics=metrics,
-        paths=frozenset(paths),
-        hosts=hosts,
-        log=log_requests,
-    )
+    routes = [
+        Route("/", chat_page),
+        Route("/health", health),
+        Route("/metrics", show_metrics),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        posted("/v1/completions", partial(answering.answer, CompletionBody)),
+        posted("/v1/chat/completions", partial(answering.answer, ChatBody)),
+        posted("/v1/responses", partial(answering.answer, ResponsesBody)),
+        posted("/v1/embeddings", answering.embeddings),
+        posted("/tokenize", partial(converted, tokenize)),
+        posted("/detokenize", partial(converted, detokenize)),
+    ]
+    paths = frozenset(route.path for route in routes)
+    middleware = [Middleware(Entrance, model, scheduler, metrics, hosts, paths, log_requests)]
     if hosts.origins:
-        # Added last, it comes first: pages read errors, too.
-        app.add_middleware(
+        # First, so that pages can read errors, too.
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=sorted(hosts.origins),
             allow_methods=["GET", "POST"],
@@ -153,87 +192,110 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Ignored-Parameters", "Retry-After"],
         )
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        body = ApiError(error.status_code, message).body
-        return JSONResponse(body, error.status_code, error.headers)
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)
-
+        middleware.insert(0, cors)
+    handlers = {HTTPException: _http_error}
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.state.body_limits = body_limits
     return app
 
 
-async def _read_body(request: Request, most: int) -> bytes:
-    """The body, refused as soon as it is known to be too large."""
+async def _http_error(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+
+
+async def _read_body(request: Request, most: int, limits: set[asyncio.Timeout]) -> bytes:
+    """Return the body. The time limits of the bodies that are being read are in `limits`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Also keeps web pages of others out: browsers ask before they send this type across origins.
         raise ApiError(415, "send the body with Content-Type: application/json")
-    too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most:
-        raise too_large
-    body = bytearray()
+    body, limit = bytearray(), asyncio.timeout(_BODY_SECONDS)
+    limits.add(limit)
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
+        async with limit:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > most:
-                    raise too_large
+                    message = f"the body is larger than {most} bytes"
+                    raise ApiError(413, message, code="body_too_large")
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
+        raise ApiError(408, "the body did not arrive in time") from None
+    finally:
+        limits.discard(limit)
     return bytes(body)
 
 
-class TokenizeBody(StrictModel):
-    """POST /tokenize: a text, or a chat that becomes one."""
+@dataclass
+class Entrance:
+    """ASGI middleware that refuses requests not meant for this server; names, counts and logs the others.
+    An exception becomes an error object here, unless the answer has begun. Generations end with it."""
 
-    model_config = ConfigDict(extra="allow")
+    app: ASGIApp
+    model: ServedModel
+    scheduler: ThreadedScheduler
+    metrics: ServerMetrics
+    hosts: AllowedHosts
+    paths: frozenset[str]
+    """The server's own."""
+    log: bool
+    """Write a line of JSON for each request to standard error, without its text."""
 
-    model: str | None = None
-    prompt: str | None = None
-    content: str | None = None
-    add_special_tokens: bool = True
-    add_special: bool = True
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Labels and logs must not grow with what clients make up.
+        path = scope["path"] if scope["path"] in self.paths else "other"
+        began, status, headers = time.perf_counter(), 0, Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
 
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self.metrics.responded(path, status)
+                more = [(b"x-request-id", request_id.encode())]
+                if status in (429, 503):
+                    more.append((b"retry-after", b"1"))
+                if status == 401:
+                    more.append((b"www-authenticate", b"Bearer"))
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
 
-def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
-    """Tokens of a text, those of a whole context at most. Raises `ApiError`."""
-    body = parse_body(TokenizeBody, raw)
-    model.check_name(model.name if body.model is None else body.model)
-    chat = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
-    if chat and "messages" not in chat:
-        name = next(iter(chat))
-        message = f"unknown parameter: {name:.200}"
-        raise ApiError(400, message, param=name[:200], code="unknown_parameter")
-    if sum(text is not None for text in (body.prompt, body.content, chat.get("messages"))) != 1:
-        raise ApiError(400, "give one of prompt, content and messages", param="prompt")
-    if chat:
-        text = chat_text(parse_body(ChatBody, chat | {"model": model.name}), model)
-    else:
-        text = body.prompt or body.content or ""
-    adds = not chat and body.add_special_tokens and body.add_special
-    tokens = encode(text, model, most, add_special_tokens=adds)
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+        try:
+            self.hosts.check(headers)
+            if path not in ("/", "/health"):  # the page asks for a key
+                self._check_key(headers)
+            await self.app(scope, receive, counted)
+        except Exception as error:
+            if status:
+                raise
+            if isinstance(error, UserError):
+                error = ApiError(400, str(error))
+            elif isinstance(error, ClientDisconnect):
+                error = ApiError(499, "the client has gone")
+            elif not isinstance(error, ApiError):
+                _log.error("%s %s failed", scope["method"], path, exc_info=error)
+                error = ApiError(500, "internal error; the server's log has more")
+            await JSONResponse(error.body, error.status)(scope, receive, counted)
+        finally:
+            if generations := scope.get("generations"):
+                self.scheduler.cancel(*generations)
+            if self.log:
+                entry = {
+                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                    "request_id": request_id,
+                    "method": scope["method"],
+                    "path": path,
+                    "status": status,
+                    "seconds": round(time.perf_counter() - began, 4),
+                }
+                if generations:
+                    entry["prompt_tokens"] = sum(g.prompt_tokens for g in generations)
+                    entry["generated_tokens"] = sum(g.generated for g in generations)
+                print(json.dumps(entry), file=sys.stderr, flush=True)
 
-
-class DetokenizeBody(StrictModel):
-    """POST /detokenize"""
-
-    model: str | None = None
-    tokens: Annotated[
-        list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20, fail_fast=True)
-    ]
-
-
-def detokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
-    """The text of tokens, special ones written out. Raises `ApiError`."""
-    body = parse_body(DetokenizeBody, raw)
-    model.check_name(model.name if body.model is None else body.model)
-    model.check_tokens(body.tokens, "tokens")
-    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return {"prompt": text, "content": text}
+    def _check_key(self, headers: Headers) -> None:
+        key, given = self.model.api_key, headers.get("authorization", "").encode("latin-1")
+        if key and not hmac.compare_digest(given, f"Bearer {key}".encode(errors="surrogateescape")):
+            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key")

@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request's body to its generations. It runs beside the event loop: large bodies take a while, and
-what is too much is refused before anything is built of it."""
+"""From a request's body to its generations, or to tokens. It runs beside the event loop: large bodies
+take a while, and what is too much is refused before anything is built of it."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from pydantic import ConfigDict
 
 from sparse_bitnet.data.chat import call_arguments, render_calls
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.conversation import ChatTemplate
-from sparse_bitnet.generation.grammar import Form, Grammar, TokenGrammars
+from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
 from sparse_bitnet.generation.pooling import Pooling
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
-from sparse_bitnet.serve.schema import Body, ChatBody, CompletionBody, EmbeddingsBody, listed
+from sparse_bitnet.serve.messages import StrictModel
+from sparse_bitnet.serve.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    Tokens,
+    parse_body,
+    unknown_parameter,
+)
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought, tool_grammar
-
-_MOST_LOGPROBS = 1 << 21
-"""Limit on log-probabilities in one answer; each takes 100 bytes while the answer grows."""
-
-_MOST_NUMBERS = 1 << 22
-"""Limit on the numbers in all embedding vectors of one answer."""
 
 Deliver = Callable[[int, Generation, Output], None]
 """Takes output of the generation of that number, in the scheduler's thread."""
@@ -71,48 +76,40 @@ class Prepared:
     body: Body
     requests: list[GenerationRequest]
     untried: Grammar | None
-    """Grammar that the requests still lack, for `try_form` to add; None if they lack none."""
+    """Grammar that the requests still lack, to be compiled; None if they lack none."""
     ignored: set[str]
     """Names of what had no effect."""
     echo: Sequence[str]
-    """Texts that precede what is generated, one for each prompt, or none at all."""
+    """Text that precedes what is generated, one for each prompt; "" for none."""
 
 
 def requests_of(
     body: Body, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
 ) -> Prepared:
-    """Make a body's requests. Raises `ApiError` for one that asks for more than there is."""
+    """Make a body's requests. Raises `ApiError` for one that asks for more than there is, and `UserError`
+    for an invalid grammar."""
     model.check_name(body.model)
-    given = [body] if isinstance(body, ChatBody) else body.prompts
     capacity, most = scheduler.capacity, scheduler.max_queue + scheduler.max_running
-    if (choices := body.choices * len(given)) > most:
+    choices = body.n * (1 if isinstance(body, ChatBody) else len(body.prompt))
+    if choices > most:
         raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
-    model.check_tokens(map(int, body.logit_bias or ()), "logit_bias")
-    prompts = [
-        _chat_tokens(one, model, capacity)
-        if isinstance(one, ChatBody)
-        else prompt_tokens(one, model, capacity)
-        for one in given
-    ]
-    echo: list[str] = []
+    model.check_tokens(map(int, body.logit_bias), "logit_bias")
+    if isinstance(body, ChatBody):
+        prompts = [_chat_tokens(body, model, capacity)]
+    else:
+        prompts = [_prompt_tokens(prompt, model, capacity, "prompt") for prompt in body.prompt]
+    echo = [""] * len(prompts)
     if isinstance(body, CompletionBody) and body.echo:
-        echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompts]
-    most, asked = model.max_tokens or capacity, body.wanted_tokens
+        echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in body.prompt]
+    most, asked = model.max_tokens or capacity, body.max_tokens
     rooms = [max(min(most, capacity - len(prompt)), 1) for prompt in prompts]
-    usual = body.default_tokens if asked is None else asked
-    wanted = [room if usual in (None, -1) else min(usual, room) for room in rooms]
-    cut = {body.limit} if asked is not None and asked > min(rooms) else set()
-    grammar, form = _grammar(body, model)
-    scores_prompt = bool(echo) and body.top_scores is not None
-    if body.top_scores is not None:
-        scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
-        if (entries := scored * body.choices * (body.top_scores + 1)) > _MOST_LOGPROBS:
-            raise ApiError(
-                400,
-                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once; "
-                "ask for fewer of them, or lower max_tokens",
-                param="logprobs",
-            )
+    wanted = [room if asked == -1 else min(asked, room) for room in rooms]
+    cut = body.model_fields_set & {"max_tokens"} if asked > min(rooms) else set()
+    grammar = body.form()
+    if isinstance(body, ChatBody) and body.functions:
+        grammar = _with_calls(grammar, body, model.tool_syntax)
+    form = None if grammar is None else model.grammars.known(grammar)
+    scores_prompt = any(echo) and body.top_scores is not None
     seed = secrets.randbits(64) if body.seed is None else body.seed
     requests = [
         GenerationRequest(
@@ -120,24 +117,20 @@ def requests_of(
             max_tokens=tokens,
             sampling=body.sampling(seed + choice),
             tokenizer=model.tokenizer,
-            stop=body.stop_strings,
+            stop=tuple(body.stop),
             is_start=isinstance(body, ChatBody) and not body.continues,
             stop_tokens=model.end_tokens,
             form=form,
             top_scores=body.top_scores,
             score_from=0 if scores_prompt else None,
-            deliver=partial(deliver, place * body.choices + choice),
+            deliver=partial(deliver, place * body.n + choice),
         )
         for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))
-        for choice in range(body.choices)
+        for choice in range(body.n)
     ]
-    return Prepared(
-        body=body,
-        requests=requests,
-        untried=grammar if form is None else None,
-        ignored=body.ignored | cut,
-        echo=echo,
-    )
+    untried = grammar if form is None else None
+    ignored = body.ignored | cut
+    return Prepared(body=body, requests=requests, untried=untried, ignored=ignored, echo=echo)
 
 
 def embedding_requests(
@@ -147,72 +140,56 @@ def embedding_requests(
     model.check_name(body.model)
     if model.pooling is None:
         raise ApiError(400, f"the model {model.name!r} gives no embeddings", code="no_embeddings")
-    inputs, size = listed(body.input), body.dimensions or model.hidden_size
-    if size > model.hidden_size:
-        message = f"dimensions {size}: the model's vectors have {model.hidden_size}"
+    if (body.dimensions or 0) > model.hidden_size:
+        message = f"dimensions {body.dimensions}: the model's vectors have {model.hidden_size}"
         raise ApiError(400, message, param="dimensions")
-    if len(inputs) * size > _MOST_NUMBERS:
-        raise ApiError(
-            400,
-            f"{len(inputs)} vectors of {size} numbers: this server gives {_MOST_NUMBERS:,} numbers at "
-            "once; send fewer inputs",
-            param="input",
-        )
     return [
         GenerationRequest(
-            prompt=prompt_tokens(given, model, scheduler.capacity, "input"),
+            prompt=_prompt_tokens(given, model, scheduler.capacity, "input"),
             max_tokens=0,
             pooling=model.pooling,
             deliver=partial(deliver, index),
         )
-        for index, given in enumerate(inputs)
+        for index, given in enumerate(body.input)
     ]
 
 
-def encode(text: str, model: ServedModel, most: int, *, add_special_tokens: bool) -> list[int]:
+def _encode(text: str, model: ServedModel, most: int, *, adds_special: bool) -> list[int]:
     """Return the tokens of a text. Raises `ApiError` for more than `most`."""
-    tokens = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    tokens = model.tokenizer.encode(text, add_special_tokens=adds_special)
     if len(tokens) > most:
-        raise _too_long(most)
+        message = f"the prompt has more tokens than the context length of {most}: shorten it"
+        raise ApiError(400, message, code="context_length_exceeded")
     return tokens
 
 
-def _too_long(most: int) -> ApiError:
-    message = f"the prompt has more tokens than the context length of {most}: shorten it"
-    return ApiError(400, message, code="context_length_exceeded")
-
-
-def prompt_tokens(
-    prompt: str | list[int], model: ServedModel, most: int, param: str = "prompt"
+def _prompt_tokens(
+    prompt: str | list[int], model: ServedModel, most: int, param: str, adds_special: bool = True
 ) -> list[int]:
     """Return the tokens of a text, or those given. Raises `ApiError` for none, unknown, or too many."""
     if isinstance(prompt, str):
         # An empty text starts as one does in training: after the token that ends another.
-        tokens = encode(prompt, model, most, add_special_tokens=True)
-        tokens = tokens or sorted(model.end_tokens)[:1]
-    elif len(tokens := prompt) > most:
-        raise _too_long(most)
-    model.check_tokens(tokens, param)
-    if not tokens:
-        raise ApiError(400, "the prompt is empty: it has no tokens", param=param)
-    return tokens
+        tokens = _encode(prompt, model, most, adds_special=adds_special)
+        prompt = tokens or sorted(model.end_tokens)[:1]
+    model.check_tokens(prompt, param)
+    if not prompt:
+        raise ApiError(400, f"{param}: there are no tokens", param=param)
+    return prompt
 
 
-def chat_text(body: ChatBody, model: ServedModel) -> str:
-    """Return a chat as its template writes it. Raises `ApiError` where there is none, or it refuses."""
+def _chat_text(body: ChatBody, model: ServedModel) -> str:
+    """Return a chat as its template writes it. Raises `ApiError` or `UserError` where there is
+    none, or it refuses."""
     template = model.template
     if template is None:
         message = f"the model {model.name!r} has no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     if body.functions and model.tool_syntax is None:
-        message = (
-            f"the chat template of {model.name!r} knows no tools, or calls them in its own way"
-        )
+        message = f"the template of {model.name!r} knows no tools, or calls them in its own way"
         raise ApiError(400, message, param="tools", code="no_tools")
     # Without what is None: templates ask whether a name is defined.
-    variables: dict[str, Any] = (
-        {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-    )
+    effort = body.reasoning_effort
+    variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     variables |= body.chat_template_kwargs or {}
     if taken := sorted(variables.keys() & {"self", "messages"}):
         message = f"chat_template_kwargs holds {taken[0]}, which is no variable to give"
@@ -231,36 +208,18 @@ def chat_text(body: ChatBody, model: ServedModel) -> str:
 
     calls = [call.function for message in body.messages for call in message.tool_calls or ()]
     arguments = [call_arguments(call.arguments) for call in calls]
-    try:
-        text = render_calls(render, arguments, lambda text: text)
-        if mark not in text:
-            raise UserError("the chat template leaves the last message out: it cannot be continued")
-    except UserError as error:
-        raise ApiError(400, str(error), param="messages") from error
+    text = render_calls(render, arguments, lambda text: text)
+    if mark not in text:
+        raise UserError("the chat template leaves the last message out: it cannot be continued")
     return text.rpartition(mark)[0] if mark else text
 
 
 def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
-    text = chat_text(body, model)
+    text = _chat_text(body, model)
     body._in_thought = text.rstrip().endswith(THOUGHT) or (
         body.continues and ends_in_thought(body.messages[-1].text)
     )
-    tokens = encode(text, model, most, add_special_tokens=False)
-    model.check_tokens(tokens, "messages")
-    if not tokens:
-        raise ApiError(400, "the chat is empty: it has no tokens", param="messages")
-    return tokens
-
-
-def _grammar(body: Body, model: ServedModel) -> tuple[Grammar | None, Form | None]:
-    """Return the grammar of the texts and, if cached, its initial state; None for any text."""
-    try:
-        grammar = body.form()
-        if isinstance(body, ChatBody) and body.functions:
-            grammar = _with_calls(grammar, body, model.tool_syntax)
-        return grammar, None if grammar is None else model.grammars.known(grammar)
-    except UserError as error:
-        raise ApiError(400, str(error), code="invalid_grammar") from error
+    return _prompt_tokens(text, model, most, "messages", adds_special=False)
 
 
 def _with_calls(
@@ -287,12 +246,49 @@ def _with_calls(
     )
 
 
-def try_form(prepared: Prepared, model: ServedModel) -> Prepared:
-    """Return the requests with their grammar started. Raises `ApiError` for an invalid grammar."""
-    assert prepared.untried is not None
-    try:
-        form = model.grammars.start(prepared.untried)
-    except UserError as error:
-        raise ApiError(400, str(error), code="invalid_grammar") from error
-    requests = [replace(request, form=form) for request in prepared.requests]
-    return replace(prepared, requests=requests, untried=None)
+class TokenizeBody(StrictModel):
+    """POST /tokenize: a text, or a chat that becomes one, with its other parameters."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Any = None
+    add_special_tokens: bool = True
+    add_special: bool = True
+
+
+def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
+    """Return the tokens of a text, at most those of a whole context. Raises `ApiError`."""
+    body = parse_body(TokenizeBody, raw)
+    model.check_name(model.name if body.model is None else body.model)
+    more = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    if sum(text is not None for text in (body.prompt, body.content, body.messages)) != 1:
+        raise ApiError(400, "give one of prompt, content and messages", param="prompt")
+    if body.messages is not None:
+        more |= {"model": model.name, "messages": body.messages}
+        text = _chat_text(parse_body(ChatBody, more), model)
+    elif more:
+        raise unknown_parameter(next(iter(more)))
+    else:
+        text = body.prompt or body.content or ""
+    adds = body.messages is None and body.add_special_tokens and body.add_special
+    tokens = _encode(text, model, most, adds_special=adds)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+
+
+class DetokenizeBody(StrictModel):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Tokens
+
+
+def detokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
+    """Return the text of tokens, special ones written out. Raises `ApiError`."""
+    body = parse_body(DetokenizeBody, raw)
+    model.check_name(model.name if body.model is None else body.model)
+    model.check_tokens(body.tokens, "tokens")
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return {"prompt": text, "content": text}

@@ -1,62 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listening: uvicorn with bounds for what a client can hold, and an end in order on SIGINT or SIGTERM."""
+"""Listening: which requests are meant for this server, and uvicorn with an end in order on SIGINT or
+SIGTERM."""
 
 import gc
+import ipaddress
 import logging
-import os
+import re
 import socket
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.scheduler import ThreadedScheduler
-from sparse_bitnet.host import most_open_files
+from sparse_bitnet.serve.api_error import ApiError
 
-_LAST_EVENTS_SECONDS = 5
-"""Seconds for the ends of streams to reach their clients after the generations have ended."""
-_SWITCH_SECONDS = 2e-4
-_HEADER_SECONDS = 10.0
-"""Time limit from a connection's start, or its last answer, to the end of the next request's headers."""
-_STALL_SECONDS = 60.0
-"""A client that reads nothing for so long while there is more for it is given up."""
-_BACKLOG = 2048
-_ACCEPTED_AT_ONCE = 16
-"""asyncio accepts this many connections before the first of them can be counted."""
-_MOST_CONNECTIONS = 1000
-_OTHER_FILES = 96
-"""Descriptors kept free for the model, for new connections until they are counted, and the like."""
+ANY = "*"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@?#\s]+|null|\*")
+"""Origin as browsers write it; "null" is that of a page opened from a file."""
+_MOST_CONNECTIONS = 512
+"""Half of the files that most systems let a process open."""
+_BACKLOG = 128
+"""Connections that wait; asyncio accepts as many before the first of them is counted."""
+
+
+class AllowedHosts:
+    """The host names in the requests that are meant for this server: localhost, this machine's, and those
+    of the options.
+
+    With DNS rebinding, a stranger's page points its own name at this machine, and reads what it likes
+    from a server that ignores the Host header. Addresses are allowed: they cannot be pointed elsewhere.
+    """
+
+    def __init__(self, names: Collection[str] = (), origins: Iterable[str] = ()) -> None:
+        """`names`: more host names; `origins`: other sites whose pages may read the answers; `ANY` for
+        all. Raises `UserError` for an invalid one."""
+        for name in names:
+            if name != ANY and not re.fullmatch(r"[\w.-]+", name) and not _is_address(name):
+                raise UserError(f"--allowed-host {name}: give a name or an address alone")
+        self._names = {name.lower() for name in ("localhost", socket.gethostname(), *names)}
+        self.origins = {origin.rstrip("/").lower() for origin in origins}
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise UserError(f"--cors-origin {origin}: write it as https://chat.example")
+
+    def check(self, headers: Headers) -> None:
+        """Raise `ApiError` for a request that is not meant for this server."""
+        host, origin = ", ".join(headers.getlist("host")), headers.get("origin")
+        called = _name_in(host)
+        if not _is_address(called) and not {called, ANY} & self._names:
+            raise _refusal("Host", host)
+        if origin is not None and not {origin, ANY} & self.origins:
+            # A stranger's page may have an address, too: only the one that was called is ours.
+            page = _name_in(origin.partition("://")[2])
+            if page != called and not {page, ANY} & self._names:
+                raise _refusal("Origin", origin)
+
+
+def _name_in(host: str) -> str:
+    """Return the name or address in a Host header, without its port; "" for an invalid one."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _refusal(header: str, value: str) -> ApiError:
+    message = f"{header} {value[:200]!r} is not one of this server's names"
+    message += ": start it with --allowed-host NAME"
+    return ApiError(403, message, code="host_not_allowed")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises `UserError` if it cannot be had."""
+    """Return a listening socket; port 0 picks a free one. Raises `UserError` if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host}: {error}") from error
-    family, kind, protocol, _, address = addresses[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        if os.name == "posix":  # on Windows it would share the port with another server
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise UserError(f"cannot listen on {host} port {port}: {error}; try --port") from error
-    return bound
+        bound = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise UserError(f"cannot listen on --host {host} --port {port}: {error}") from error
+    # Declared as TCP's: asyncio then sends small events at once, without Nagle's 40 ms.
+    return socket.socket(family, bound.type, socket.IPPROTO_TCP, bound.detach())
 
 
 class HttpServer(uvicorn.Server):
-    """Connections that wait too long for their client are closed. The first signal lets running
-    generations end within the grace time, the second ends them at once."""
+    """uvicorn's server. The first signal lets running generations end within the grace time, the second
+    ends them at once."""
 
-    def __init__(self, app: FastAPI, scheduler: ThreadedScheduler, grace: float = 0.0) -> None:
+    def __init__(self, app: Starlette, scheduler: ThreadedScheduler, grace: float = 0.0) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -66,56 +113,23 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                backlog=_ACCEPTED_AT_ONCE,
-                timeout_graceful_shutdown=int(grace) + _LAST_EVENTS_SECONDS,
+                backlog=_BACKLOG,
+                # Five more, for the ends of streams to reach their clients.
+                timeout_graceful_shutdown=int(grace) + 5,
             )
         )
-        files = most_open_files() or _MOST_CONNECTIONS + _OTHER_FILES
-        self._most = min(_MOST_CONNECTIONS, max(files - _OTHER_FILES, 1))
-        self._scheduler, self._grace = scheduler, grace
-        self._waiting: dict[Any, float] = {}
-        """Connections with what they wait for, and since when."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start like uvicorn's server, with a longer queue of connections."""
-        await super().startup(sockets)
-        for bound in sockets or ():
-            bound.listen(_BACKLOG)
+        self._app, self._scheduler, self._grace = app, scheduler, grace
 
     def _connect(self, **options: Any) -> H11Protocol:
-        """A new connection, of uvicorn's kind."""
-        if len(self.server_state.connections) >= self._most:
-            self._close_waiting()
+        """A new connection. Where there are too many, those that have not sent a whole request are
+        closed: whoever sends half requests only shuts out themselves."""
+        if len(self.server_state.connections) >= _MOST_CONNECTIONS:
+            connections: list[Any] = list(self.server_state.connections)
+            for connection in connections:
+                connection.shutdown()  # as at the server's end: answers are completed
+            for limit in self._app.state.body_limits:
+                limit.reschedule(0)
         return H11Protocol(**options)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
-        self._close_waiting()
-        return await super().on_tick(counter)
-
-    def _close_waiting(self) -> None:
-        """Close connections that wait for their client: too long, or the longest where there are too
-        many. Whoever sends half requests only shuts out themselves."""
-        now, waiting = time.monotonic(), {}
-        connections: set[Any] = self.server_state.connections
-        for connection in connections:
-            cycle, unread = connection.cycle, connection.transport.get_write_buffer_size()
-            # Another request, or more that has been read, is a new beginning.
-            if connection.flow.write_paused:
-                key = (connection, cycle, unread, _STALL_SECONDS)
-            elif cycle is None or cycle.response_complete:
-                key = (connection, cycle, 0, _HEADER_SECONDS)
-            elif cycle.more_body:  # for which the application sets a limit
-                key = (connection, cycle, 0, float("inf"))
-            else:
-                continue
-            waiting[key] = self._waiting.get(key, now)
-        self._waiting = waiting
-        for (connection, _, _, most), since in sorted(waiting.items(), key=lambda entry: entry[1]):
-            if now - since > most or len(connections) >= self._most:
-                connections.discard(connection)
-                # Not `close`, which waits for what has been written to be read.
-                connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets generations end, the second stops them. The process ends in order
@@ -124,39 +138,21 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(
-    app: FastAPI,
-    scheduler: ThreadedScheduler,
-    bound: socket.socket,
-    *,
-    grace: float,
-    on_ready: Callable[[], None],
-) -> None:
-    """Serve until SIGINT or SIGTERM; starts the scheduler and ends it. From the main thread.
-
-    Args:
-        grace: seconds that running generations get to end after the first signal.
-        on_ready: called just before requests are taken.
-    """
+def serve(app: Starlette, scheduler: ThreadedScheduler, bound: socket.socket, grace: float) -> None:
+    """Serve on a listening socket until SIGINT or SIGTERM; starts the scheduler and ends it. Call it in
+    the main thread. Running generations get `grace` seconds to end after the first signal."""
     server = HttpServer(app, scheduler, grace)
     # It warns of every write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     scheduler.start()
-    # What is there stays: collections that went through it again and again would hold up the streams.
+    # Collections that went through what stays again and again would hold up the streams.
     gc.collect()
     gc.freeze()
-    interval = sys.getswitchinterval()
     # Every write to a socket gives the interpreter's lock away, and the scheduler's thread would keep it
     # for the default of 5 ms.
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(2e-4)
     try:
-        # Whoever connects at the word of `on_ready` waits in the queue and is not refused.
-        bound.listen(server.config.backlog)
-        on_ready()
         server.run(sockets=[bound])
     finally:
         scheduler.stop()
         scheduler.join()
-        bound.close()
-        sys.setswitchinterval(interval)
-        gc.unfreeze()

@@ -3,7 +3,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sparse_bitnet.data.chat import call_arguments
 
@@ -18,55 +18,47 @@ class StrictModel(BaseModel):
 
 
 class Replayed(StrictModel):
-    """A part as clients dump it, whatever server gave it to them: unknown names are ignored."""
+    """A part as clients send it back, whatever server gave it to them: unknown names are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
-    @property
-    def unused(self) -> set[str]:
-        """Names of what is given here and has no effect."""
-        return {name for name, value in (self.model_extra or {}).items() if value is not None}
-
 
 def ignored_below(body: BaseModel) -> set[str]:
-    """Return the names, with their places, of what has no effect in the parts of a body."""
-    return {
-        f"{name}.{inner}"
-        for name in type(body).model_fields
-        if isinstance(given := getattr(body, name), list | Replayed)
-        for part in (given if isinstance(given, list) else [given])
-        if isinstance(part, Replayed)
-        for inner in part.unused | ignored_below(part)
-    }
+    """Return the names, with their places, of the unknown fields in the parts of a body."""
+    names: set[str] = set()
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Replayed):
+                extra = {
+                    key for key, given in (part.model_extra or {}).items() if given is not None
+                }
+                names |= {f"{name}.{inner}" for inner in extra | ignored_below(part)}
+    return names
+
+
+_Thought = Literal["thinking", "redacted_thinking", "reasoning"]
 
 
 class TextPart(Replayed):
     """A piece of content. Thoughts are ignored; other kinds than text are refused."""
 
-    # fmt: off
-    type: Literal[
-        "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning"
-    ]
-    # fmt: on
+    type: Literal["text", "input_text", "output_text", "refusal"] | _Thought
     text: str | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
-    def _has_text(self) -> "TextPart":
+    def _htext(self) -> "TextPart":
         if self.type.endswith("text") and self.text is None:
             raise ValueError("text is missing")
         return self
 
     @property
-    def shown(self) -> str | None:
-        """The text; None for a thought."""
+    def shown(self) -> str:
+        """The text; empty for a thought."""
         if self.type == "refusal":
             return self.refusal or ""
-        return self.text if self.type.endswith("text") else None
-
-    @property
-    def unused(self) -> set[str]:
-        return super().unused if self.shown is not None else {self.type}
+        return self.text or "" if self.type.endswith("text") else ""
 
 
 Parts = Annotated[list[TextPart], Field(max_length=10_000, fail_fast=True)]
@@ -120,34 +112,20 @@ class Message(Replayed):
         return self
 
     @property
-    def _thoughts(self) -> str | None:
-        """Those that a template may show."""
-        is_shown = self.role == "assistant" and isinstance(self.reasoning_content, str)
-        return self.reasoning_content if is_shown else None
-
-    @property
     def text(self) -> str:
         """The content as one text."""
         if self.content is None and isinstance(self.refusal, str):
             return self.refusal
         if isinstance(self.content, list):
-            return "".join(part.shown or "" for part in self.content)
+            return "".join(part.shown for part in self.content)
         return self.content or ""
-
-    @property
-    def unused(self) -> set[str]:
-        names = super().unused
-        if self.reasoning_content is not None and self._thoughts is None:
-            names.add("reasoning_content")
-        if self.refusal is not None and self.text is not self.refusal:
-            names.add("refusal")
-        return names
 
     def plain(self, as_text: bool = False) -> dict[str, Any]:
         """Return the message for a chat template, with the arguments of calls as text or as objects.
         Empty optional names are absent, since templates test for their presence."""
         given = {"name": self.name, "tool_call_id": self.tool_call_id}
-        given["reasoning_content"] = self._thoughts
+        if self.role == "assistant" and isinstance(self.reasoning_content, str):
+            given["reasoning_content"] = self.reasoning_content
         # Templates know the older name of a developer's message.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text}
@@ -164,13 +142,6 @@ class FunctionTool(Replayed):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _is_schema(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, dict | None):
-            raise ValueError(f"the schema of {info.data.get('name')!r} is not a JSON object")
-        return value
 
     def plain(self) -> dict[str, Any]:
         """Return the tool for a chat template."""

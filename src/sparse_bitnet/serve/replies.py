@@ -41,38 +41,29 @@ def json_blocks(content: dict[str, Any]) -> Iterator[bytes]:
 
 
 class Choice:
-    """One text as it grows, with the log-probabilities that have not been sent."""
+    """One text as it grows, with the log-probabilities that have not been sent.
+
+    Attributes:
+        echo: the prompt that precedes the text, if it is wanted.
+        reader: finds the calls in it; None where it holds none.
+        scores: log-probabilities that have not been sent.
+        generated: tokens up to the last event.
+    """
 
     def __init__(
-        self,
-        generation: Generation,
-        index: int,
-        echo: str = "",
-        reader: ToolCallReader | None = None,
+        self, model: ServedModel, body: Body, generation: Generation, index: int, echo: str
     ) -> None:
-        """`echo` precedes the text; `reader` is for one that may hold calls."""
         self.generation, self.index, self.echo = generation, index, echo
-        self.reader = reader
+        self.reader = None
+        if isinstance(body, ChatBody) and body.functions and model.tool_syntax is not None:
+            names = frozenset(function.name for function in body.functions)
+            self.reader = ToolCallReader(model.tool_syntax, names, in_thought=body._in_thought)
         self.scores: list[TokenScore] = []
         self.generated = 0
-        """Tokens up to the last event."""
-        self.lacks_prompt_scores = True
-        request = generation.request
-        assert request.tokenizer is not None
-        self._tokenizer = request.tokenizer
-        self._stream = TextStream(self._tokenizer, is_start=bool(echo) or request.strips_start)
+        self._tokenizer = model.tokenizer
+        is_start = bool(echo) or generation.request.strips_start
+        self._stream = TextStream(self._tokenizer, is_start=is_start)
         self._place = 0
-
-    @property
-    def text(self) -> str:
-        """All of it, when the generation has ended."""
-        return self.echo + self.generation.text
-
-    def take_prompt_scores(self) -> None:
-        """Those of an echoed prompt come before all others."""
-        if self.lacks_prompt_scores:
-            self.scores += self.generation.prompt_scores
-            self.lacks_prompt_scores = False
 
     def read(self, text: str, is_last: bool) -> list[str | CallPiece]:
         """Divide a piece of text into content and calls."""
@@ -86,52 +77,60 @@ class Choice:
             yield self._place
             text = self._stream.feed(score.token)
             if score.token in self._tokenizer.special_tokens:
-                # Which a prompt may spell out, and a generated text does not show.
+                # A prompt may spell it out, and a generated text does not show it.
                 name = self._tokenizer.token_bytes(score.token).decode(errors="replace")
                 text = name if self.echo.startswith(name, self._place) else text
             self._place += len(text)
 
 
 class Reply:
-    """The objects of one response; they share id, time and model. Those of /v1/completions."""
-
-    whole_kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
+    """The objects of one response of /v1/completions or /v1/chat/completions; they share a head."""
 
     def __init__(self, model: ServedModel, body: Body) -> None:
         self._body, self._tokenizer = body, model.tokenizer
+        self._is_chat = isinstance(body, ChatBody)
+        self._kind = "chat.completion" if self._is_chat else "text_completion"
         self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "object": self.chunk_kind,
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{self._kind}.chunk" if self._is_chat else self._kind,
             "created": int(time.time()),
             "model": model.name,
         }
 
     def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
-        """The answer that is not streamed, in blocks."""
-        yield from json_blocks(
-            self._head
-            | {
-                "object": self.whole_kind,
-                "choices": [self._whole_choice(choice) for choice in choices],
-                "usage": self._usage(choices),
-            }
-        )
+        """Yield the answer that is not streamed, in blocks."""
+        entries = []
+        for choice in choices:
+            finish = choice.generation.finish_reason
+            entry = self._entry(choice, choice.echo + choice.generation.text, choice.scores, finish)
+            if self._is_chat:
+                delta = entry.pop("delta")
+                calls = delta.get("tool_calls", [])
+                for call in calls:
+                    del call["index"]
+                blank = {"role": "assistant", "content": None if calls else "", "refusal": None}
+                entry["message"] = blank | delta
+            entries.append(entry)
+        content = {"object": self._kind, "choices": entries, "usage": self._usage(choices)}
+        yield from json_blocks(self._head | content)
 
     def opening(self, choice: Choice) -> bytes:
-        """Return the event before the first piece of a choice: the prompt, if a completion echoes it."""
-        if not choice.echo:
-            return b""
-        return self._chunk_event(self._entry(choice, None, text=choice.echo), choice)
+        """Return the event before the first piece of a choice: a role, or the prompt that is echoed."""
+        entry = self._entry(choice, choice.echo)
+        if self._is_chat:
+            entry["delta"] = {"role": "assistant", "content": ""}
+        return self._event(choice, entry) if self._is_chat or choice.echo else b""
 
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
-        """An event with a piece of one choice; empty while it has to be held back."""
-        return self._chunk_event(self._choice(choice, text, scores, finish), choice)
+        """Return an event with a piece of one choice; empty while it has to be held back."""
+        entry = self._entry(choice, text, scores, finish)
+        is_empty = not (entry.get("text") or entry.get("delta") or scores or finish)
+        return b"" if is_empty else self._event(choice, entry)
 
     def failure(self, error: ApiError) -> bytes:
-        """The event of a choice that has failed."""
+        """Return the event of a choice that has failed."""
         return event(error.body)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
@@ -145,8 +144,8 @@ class Reply:
         """Return the token usage of ended generations, or of one after `generated` tokens. A prompt
         counts once for all its choices; generated tokens include the one that ends a text."""
         generations = [choice.generation for choice in choices]
-        first_choices = generations[:: self._body.choices]
-        prompt = sum(len(generation.request.prompt) for generation in first_choices)
+        first_choices = generations[:: self._body.n]
+        prompt = sum(generation.prompt_tokens for generation in first_choices)
         if generated is None:
             generated = sum(generation.generated for generation in generations)
         return {
@@ -156,27 +155,35 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(g.cached_tokens for g in first_choices)},
         }
 
-    def _chunk_event(self, entry: dict[str, Any], choice: Choice) -> bytes:
+    def _event(self, choice: Choice, entry: dict[str, Any]) -> bytes:
         chunk, options = self._head | {"choices": [entry]}, self._body.stream_options
         if options is not None and options.include_usage:
             is_told = options.continuous_usage_stats
             chunk["usage"] = self._usage([choice], choice.generated) if is_told else None
         return event(chunk)
 
-    def _entry(self, choice: Choice, finish: str | None, **more: Any) -> dict[str, Any]:
-        return {"index": choice.index, "logprobs": None, "finish_reason": finish} | more
-
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return self._choice(choice, choice.text, choice.scores, choice.generation.finish_reason)
-
-    def _choice(
-        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
+    def _entry(
+        self,
+        choice: Choice,
+        text: str,
+        scores: list[TokenScore] | None = None,
+        finish: str | None = None,
     ) -> dict[str, Any]:
-        return self._entry(choice, finish, text=text, logprobs=self._logprobs(choice, scores))
+        """Return a piece of a choice; of a chat, with a `delta` in which nothing is empty."""
+        entry: dict[str, Any] = {"index": choice.index}
+        if self._is_chat:
+            entry["delta"] = _delta(choice.read(text, is_last=finish is not None))
+            if finish == "stop" and choice.reader is not None and choice.reader.calls:
+                finish = "tool_calls"
+        else:
+            entry["text"] = text
+        logprobs = None
+        if scores is not None and self._body.top_scores is not None:
+            logprobs = (self._token_scores if self._is_chat else self._logprobs)(choice, scores)
+        return entry | {"logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any] | None:
-        if self._body.top_scores is None:
-            return None
+    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
+        """Return log-probabilities as completions have them."""
         tops = (
             {self._name(token): logprob for token, logprob in score.top}
             if score.packed_top
@@ -191,82 +198,45 @@ class Reply:
         }
 
     def _name(self, token: int) -> str:
-        """The token's text; bytes that are none by themselves as OpenAI writes them."""
+        """Return the token's text; bytes that are no character by themselves as OpenAI writes them."""
         given = self._tokenizer.token_bytes(token)
         try:
             return given.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
 
+    def _token_scores(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
+        """Return log-probabilities as chats have them."""
 
-class ChatReply(Reply):
-    """Those of /v1/chat/completions."""
+        def named(token: int, logprob: float | None) -> dict[str, Any]:
+            given = self._tokenizer.token_bytes(token)
+            text = given.decode(errors="replace")
+            return {"token": text, "logprob": logprob, "bytes": list(given)}
 
-    whole_kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    prefix = "chatcmpl"
-
-    def opening(self, choice: Choice) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk_event(self._entry(choice, None, delta=delta), choice)
-
-    def chunk(
-        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
-    ) -> bytes:
-        entry = self._choice(choice, text, scores, finish)
-        return self._chunk_event(entry, choice) if entry["delta"] or scores or finish else b""
-
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        entry = super()._whole_choice(choice)
-        delta = entry.pop("delta")
-        calls = delta.get("tool_calls", [])
-        message = {"role": "assistant", "content": None if calls else "", "refusal": None} | delta
-        for call in calls:
-            del call["index"]
-        return entry | {"message": message}
-
-    def _choice(
-        self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
-    ) -> dict[str, Any]:
-        pieces = choice.read(text, is_last=finish is not None)
-        content = "".join(piece for piece in pieces if isinstance(piece, str))
-        calls: dict[int, dict[str, Any]] = {}
-        for piece in pieces:
-            if isinstance(piece, CallPiece):
-                blank = {"index": piece.index, "function": {"arguments": ""}}
-                call = calls.setdefault(piece.index, blank)
-                if piece.name is not None:
-                    call |= {"id": piece.id, "type": "function"}
-                    call["function"]["name"] = piece.name
-                call["function"]["arguments"] += piece.arguments
-        # Nothing in it is empty.
-        delta = {"content": content, "tool_calls": [*calls.values()]}
-        delta = {name: value for name, value in delta.items() if value}
-        if finish == "stop" and choice.reader is not None and choice.reader.calls:
-            finish = "tool_calls"
-        return self._entry(choice, finish, delta=delta, logprobs=self._logprobs(choice, scores))
-
-    def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any] | None:
-        if self._body.top_scores is None:
-            return None
         entries = (
-            self._token(score.token, score.logprob)
-            | {"top_logprobs": (self._token(*entry) for entry in score.top)}
+            named(score.token, score.logprob)
+            | {"top_logprobs": (named(*entry) for entry in score.top)}
             for score in scores
         )
         return {"content": entries, "refusal": None}
 
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        given = self._tokenizer.token_bytes(token)
-        return {"token": given.decode(errors="replace"), "logprob": logprob, "bytes": list(given)}
 
-
-def call_reader(model: ServedModel, body: Body) -> ToolCallReader | None:
-    """Return a reader for one text; None where it holds no calls."""
-    if not isinstance(body, ChatBody) or not body.functions or model.tool_syntax is None:
-        return None
-    names = frozenset(function.name for function in body.functions)
-    return ToolCallReader(model.tool_syntax, names, in_thought=body._in_thought)
+def _delta(pieces: Iterable[str | CallPiece]) -> dict[str, Any]:
+    """Return the content and the calls of a piece of a chat's text."""
+    calls: dict[int, dict[str, Any]] = {}
+    content = ""
+    for piece in pieces:
+        if isinstance(piece, str):
+            content += piece
+            continue
+        blank = {"index": piece.index, "function": {"arguments": ""}}
+        call = calls.setdefault(piece.index, blank)
+        if piece.name is not None:
+            call |= {"id": piece.id, "type": "function"}
+            call["function"]["name"] = piece.name
+        call["function"]["arguments"] += piece.arguments
+    delta = {"content": content, "tool_calls": [*calls.values()]}
+    return {name: value for name, value in delta.items() if value}
 
 
 def vectors_reply(

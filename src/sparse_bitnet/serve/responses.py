@@ -5,8 +5,7 @@ output items, whole or as the events by which they grow."""
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,30 +14,8 @@ from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.messages import StrictModel
 from sparse_bitnet.serve.replies import Choice, Reply, dumped
-from sparse_bitnet.serve.schema import ChatBody, Limit, Neutral, TolerantBody, parse_body
+from sparse_bitnet.serve.schema import Body, ChatBody, ChatLimit, SamplingBody, parse_body
 from sparse_bitnet.serve.tool_calls import CallPiece
-
-_NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format": "text",
-    "reasoning_effort": "reasoning",
-}
-"""A chat's parameters by their names here, where they have others."""
-# fmt: off
-_COMMON = frozenset({
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty",
-    "frequency_penalty", "presence_penalty", "logit_bias", "chat_template_kwargs",
-    "parallel_tool_calls",
-})
-"""Parameters of a chat that mean the same here."""
-# fmt: on
-
-
-class StreamPadding(StrictModel):
-    """Padding options of a stream; ignored, since streams are not padded."""
-
-    include_obfuscation: bool | None = None
 
 
 class TextOptions(StrictModel):
@@ -48,33 +25,21 @@ class TextOptions(StrictModel):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(TolerantBody):
+class ResponsesBody(SamplingBody):
     """POST /v1/responses. Items and tools are those of a chat, in another shape; kinds that exist only at
     OpenAI's are ignored."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
-    max_output_tokens: Limit | None = None
-    stream: bool | None = False
-    stream_options: StreamPadding | None = None
+    max_output_tokens: ChatLimit | None = None
+    stream_options: dict[Literal["include_obfuscation"], bool | None] | None = None
+    """Ignored: nothing is padded."""
     text: TextOptions | None = None
     reasoning: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-
-    neutral: ClassVar[Neutral] = TolerantBody.neutral | {
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
-        "background": (False,),
-        "truncation": ("disabled",),
-        "top_logprobs": (0,),
-    }
-
-    @property
-    def others(self) -> dict[str, Any]:
-        """But for those that a chat has, too."""
-        return {name: value for name, value in super().others.items() if name not in _COMMON}
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -82,10 +47,10 @@ class ResponsesBody(TolerantBody):
         return [tool for tool in self.tools or () if tool.get("type") in ("function", None)]
 
     def chat(self) -> ChatBody:
-        """Return the same as a chat. Raises `ApiError`, in the chat's names, for what it would refuse."""
-        given = {name: value for name, value in (self.model_extra or {}).items() if name in _COMMON}
-        given |= {"model": self.model, "messages": self._messages(), "stream": self.stream}
-        given |= {"max_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
+        """Return the same as a chat. Raises `ApiError` for what a chat would refuse."""
+        same = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+        given = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *same)}
+        given |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
         given["reasoning_effort"] = (self.reasoning or {}).get("effort")
         if self.text is not None and self.text.format is not None:
             form = {n: value for n, value in self.text.format.items() if value is not None}
@@ -124,7 +89,7 @@ class ResponsesBody(TolerantBody):
                     raise ApiError(400, message, param="input")
         return messages
 
-    def named(self, ignored: Iterable[str]) -> set[str]:
+    def named(self, ignored: set[str]) -> set[str]:
         """Return what a chat ignored, by its names here, and the kinds of items and tools that are."""
         # Templates drop the thoughts of earlier turns.
         known = ("message", "function_call", "function_call_output", "reasoning", None)
@@ -133,29 +98,14 @@ class ResponsesBody(TolerantBody):
         kinds |= {
             f"tools.{tool['type']}" for tool in self.tools or () if tool not in self.functions
         }
-        kinds |= {f"reasoning.{n}" for n in (self.reasoning or {}).keys() - {"effort", "summary"}}
-        own = {str(_NAMES.get(name, name)).replace(".function.", ".") for name in ignored}
-        return {name for name in own if not name.startswith("messages.")} | kinds | self.ignored
-
-
-@contextmanager
-def own_names() -> Iterator[None]:
-    """Inside, errors about a chat's parameters name those of /v1/responses."""
-    try:
-        yield
-    except ApiError as error:
-        given = error.body["error"]
-        name, dot, rest = (given["param"] or "").partition(".")
-        if (own := _NAMES.get(name)) is not None:
-            given["param"] = own + dot + rest
-            given["message"] = given["message"].replace(name, own, 1)
-        raise
+        limit = {"max_output_tokens"} if "max_tokens" in ignored else set()
+        return kinds | limit | self.ignored
 
 
 class ResponsesReply(Reply):
     """One response; there is one choice."""
 
-    def __init__(self, model: ServedModel, body: ChatBody, asked: ResponsesBody) -> None:
+    def __init__(self, model: ServedModel, body: Body, asked: ResponsesBody) -> None:
         super().__init__(model, body)
         self._output: list[dict[str, Any]] = []
         self._number = 0
@@ -166,29 +116,29 @@ class ResponsesReply(Reply):
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
-            "model": body.model,
+            "model": model.name,
             "output": self._output,
             "error": None,
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning_effort, "summary": None},
+            "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},
             "store": False,
-            "temperature": body.temperature,
+            "temperature": asked.temperature,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": [absent | tool for tool in asked.functions],
-            "top_p": body.top_p,
+            "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
     def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         [choice] = choices
-        for _ in self._grow(choice, choice.text, choice.generation.finish_reason):
+        for _ in self._grow(choice, choice.generation.text, choice.generation.finish_reason):
             pass
         yield dumped(self._response).encode()
 

@@ -6,10 +6,18 @@ the value that changes nothing; those that cannot change it are accepted and nam
 """
 
 import difflib
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
@@ -26,18 +34,27 @@ MOST_CHOICES = 128
 _SEEDS = 2**64
 
 # JSON has one kind of numbers: some clients write 100 as 100.0.
+_LIST = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
 WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 Limit = Annotated[int, Field(ge=-1), WHOLE]
 """Most tokens; -1: as many as there is room for."""
+ChatLimit = Annotated[Annotated[int, Field(ge=1)] | Literal[-1], WHOLE]
 TopScores = Annotated[int, Field(ge=0, le=20), WHOLE]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 # `fail_fast`: thousands of wrong elements need no thousands of objections.
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
-]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+TokenIds = Annotated[Tokens, Field(min_length=1)]
+
+
+def _listed(given: Any) -> Any:
+    tokens = isinstance(given, list) and given and isinstance(given[0], int)
+    return [given] if tokens or isinstance(given, str) else given
+
+
 Prompts = Annotated[
-    list[str | TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
+    list[str | TokenIds], Field(min_length=1, fail_fast=True), BeforeValidator(_listed)
 ]
+"""Texts or token ids, of which a client may also give one alone."""
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Schema = dict[str, Any]
@@ -58,15 +75,41 @@ _IGNORED = frozenset({
     "priority", "request_id", "cache_prompt", "id_slot", "return_progress", "timings_per_token",
 })
 # fmt: on
-
-
-def listed(given: Any) -> list[str | list[int]]:
-    """Return texts or token ids as a list, of which a client may also have given one alone."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
-
-
-Neutral = dict[str, tuple[Any, ...]]
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "background": (False,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "conversation": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "max_tokens": (),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "previous_response_id": (),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 """Values that change nothing, as None does, of parameters that are not supported."""
+
+
+def unknown_parameter(name: str, known: Iterable[str] = ()) -> ApiError:
+    """Return the error for a parameter that does not exist; it names the nearest of those `known`."""
+    near = difflib.get_close_matches(name[:50], known, 1)
+    message = f"unknown parameter: {name[:200]}" + (f" (did you mean {near[0]}?)" if near else "")
+    return ApiError(400, message, param=name[:200], code="unknown_parameter")
 
 
 class TolerantBody(StrictModel):
@@ -76,46 +119,46 @@ class TolerantBody(StrictModel):
 
     model: str
 
-    @property
-    def others(self) -> dict[str, Any]:
-        """Parameters that are given and not supported."""
-        return {
-            name: value for name, value in (self.model_extra or {}).items() if value is not None
-        }
-
-    neutral: ClassVar[Neutral] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "ignore_eos": (False,),
-        "include_stop_str_in_output": (False,),
-        "length_penalty": (1,),
-        "min_tokens": (0,),
-        "mirostat": (0,),
-        "skip_special_tokens": (True,),
-        "stop_token_ids": ([],),
-        "typical_p": (1,),
-        "use_beam_search": (False,),
-    }
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Many clients write null for what they do not set."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def ignored(self) -> set[str]:
         """Names of what is given and has no effect, here and in the parts."""
-        return (self.others.keys() & _IGNORED) | ignored_below(self)
+        return ((self.model_extra or {}).keys() & _IGNORED) | ignored_below(self)
 
     def check(self) -> None:
-        for name, value in self.others.items():
+        for name, value in (self.model_extra or {}).items():
             if name in _IGNORED:
                 continue
-            if name not in self.neutral:
-                near = difflib.get_close_matches(name[:50], type(self).model_fields, 1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                message = f"unknown parameter: {name[:200]}{hint}"
-                raise ApiError(400, message, param=name[:200], code="unknown_parameter")
+            if name not in _NEUTRAL:
+                raise unknown_parameter(name, type(self).model_fields)
             # False is not 0.
-            same = [other for other in self.neutral[name] if value == other]
-            if not any(isinstance(value, bool) == isinstance(other, bool) for other in same):
-                message = f"{name} is not supported: leave it out"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+            if (type(value) is bool, value) not in [(type(v) is bool, v) for v in _NEUTRAL[name]]:
+                message, code = f"{name} is not supported: leave it out", "unsupported_parameter"
+                raise ApiError(400, message, param=name, code=code)
+
+
+class SamplingBody(TolerantBody):
+    """Fields that all bodies of generations share."""
+
+    stream: bool = False
+    stop: Annotated[list[StopString], Field(max_length=16), _LIST] = Field([])
+    temperature: Annotated[float, _within("temperature")] = 1
+    top_p: Annotated[float, _within("top_p")] = 1
+    top_k: Annotated[int, Field(ge=-1), WHOLE] = 0
+    """-1: all tokens, as 0."""
+    min_p: Annotated[float, _within("min_p")] = 0
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] = 1
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] = 0
+    presence_penalty: Annotated[float, _within("presence_penalty")] = 0
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] = Field({})
+    seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS), WHOLE] | None = None
 
 
 class StreamOptions(StrictModel):
@@ -126,35 +169,6 @@ class StreamOptions(StrictModel):
     """Report the usage in every event, as vLLM does; needs `include_usage`."""
     include_obfuscation: bool | None = None
     """Ignored: nothing is padded."""
-
-
-class PlainText(StrictModel):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonObject(StrictModel):
-    """Any JSON object, or one of a schema, as llama.cpp takes it."""
-
-    type: Literal["json_object"]
-    json_schema: Annotated[Schema | None, Field(alias="schema")] = None
-
-
-class NamedSchema(StrictModel):
-    """A schema with what clients tell about it."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: Annotated[Schema | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-
-class JsonSchema(StrictModel):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
 
 
 class StructuredOutputs(StrictModel):
@@ -175,34 +189,27 @@ def _json_grammar(schema: str | Schema | None, is_strict: bool = True) -> Gramma
     return Grammar.json_schema(schema, is_strict=is_strict)
 
 
-def _format_grammar(given: PlainText | JsonObject | JsonSchema) -> Grammar | None:
-    if isinstance(given, PlainText):
-        return None
-    if isinstance(given, JsonObject):
-        return _json_grammar(given.json_schema)
-    return _json_grammar(given.json_schema.json_schema, is_strict=bool(given.json_schema.strict))
+def _format_grammar(given: dict[str, Any]) -> Grammar | None:
+    """Return the grammar of OpenAI's `response_format`, or llama.cpp's with a schema."""
+    match {name: value for name, value in given.items() if value is not None}:
+        case {"type": "text", **rest} if not rest:
+            return None
+        case {"type": "json_object", **rest} if rest.keys() <= {"schema"}:
+            return _json_grammar(rest.get("schema"))
+        case {"type": "json_schema", "json_schema": dict(named), **rest} if not rest:
+            if named.keys() <= {"name", "description", "schema", "strict"}:
+                return _json_grammar(named.get("schema"), is_strict=bool(named.get("strict")))
+    message = "response_format: give a text, json_object or json_schema as OpenAI describes them"
+    raise ApiError(400, message, param="response_format")
 
 
-class _Body(TolerantBody):
+class _Body(SamplingBody):
     """Fields that the bodies of completions and chats share."""
 
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: Limit | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = 1
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    temperature: Annotated[float, _within("temperature")] | None = None
-    top_p: Annotated[float, _within("top_p")] | None = None
-    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    min_p: Annotated[float, _within("min_p")] | None = None
-    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
-    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
-    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=_SEEDS), WHOLE] | None = None
-    response_format: (
-        Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None
-    ) = None
+    max_tokens: Limit = -1
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] = 1
+    response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
@@ -212,60 +219,32 @@ class _Body(TolerantBody):
     """llama.cpp's, as `grammar`."""
     grammar: str | None = None
 
-    default_tokens: ClassVar[int | None] = None
-    """Most tokens to generate where nothing is said; None: what there is room for."""
-
-    @property
-    def limit(self) -> str:
-        """The parameter that says how many tokens to generate."""
-        return "max_tokens"
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """Most tokens to generate, if that is said; -1: as many as there is room for."""
-        return getattr(self, self.limit)
-
-    @property
-    def choices(self) -> int:
-        """Texts for each prompt."""
-        return self.n or 1
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """One or several, as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
     def sampling(self, seed: int) -> SamplingOptions:
-        """How tokens are chosen; `seed` may be any integer."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*RANGES, "top_k")}
-        if self.top_k == -1:
-            given["top_k"] = 0
-        if self.logit_bias:
-            biases = {int(token): added for token, added in self.logit_bias.items()}
-            given["logit_bias"] = tuple(biases.items())
-        named = {name: value for name, value in given.items() if value is not None}
-        return SamplingOptions(seed=seed % _SEEDS, **named)
+        """Return how tokens are chosen; `seed` may be any integer."""
+        biases = {int(token): added for token, added in self.logit_bias.items()}
+        return SamplingOptions(
+            seed=seed % _SEEDS,
+            top_k=max(self.top_k, 0),
+            logit_bias=tuple(biases.items()),
+            **{name: getattr(self, name) for name in RANGES},
+        )
 
     def form(self) -> Grammar | None:
         """Return the grammar that the text has to match; None: any text. Raises `UserError` for an
         invalid grammar, and `ApiError` for two constraints at once."""
         outputs = self.structured_outputs or StructuredOutputs()
-        given: list[tuple[str, Any, Callable[[Any], Grammar | None]]] = [
-            ("response_format", self.response_format, _format_grammar),
-            ("json_schema", self.json_schema, _json_grammar),
-            ("grammar", self.grammar or None, Grammar.rules),
-        ]
-        makers: dict[str, Callable[[Any], Grammar]] = {
-            "json": _json_grammar,
-            "regex": Grammar.regex,
-            "choice": Grammar.choice,
-            "grammar": Grammar.rules,
+        given: dict[str, tuple[Any, Callable[[Any], Grammar | None]]] = {
+            "response_format": (self.response_format, _format_grammar),
+            "json_schema": (self.json_schema, _json_grammar),
+            "grammar": (self.grammar or None, Grammar.rules),
+            "structured_outputs.json": (outputs.json_schema, _json_grammar),
         }
+        makers = {"regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.rules}
+        for kind, make in ({"json": _json_grammar} | makers).items():
+            given[f"guided_{kind}"] = getattr(self, f"guided_{kind}"), make
         for kind, make in makers.items():
-            field = "json_schema" if kind == "json" else kind
-            given += [(f"guided_{kind}", getattr(self, f"guided_{kind}"), make)]
-            given += [(f"structured_outputs.{kind}", getattr(outputs, field), make)]
-        made = {name: make(value) for name, value, make in given if value is not None}
+            given[f"structured_outputs.{kind}"] = getattr(outputs, kind), make
+        made = {name: make(value) for name, (value, make) in given.items() if value is not None}
         if outputs.json_object:
             made["structured_outputs.json_object"] = Grammar.json_object()
         made = {name: grammar for name, grammar in made.items() if grammar is not None}
@@ -273,28 +252,15 @@ class _Body(TolerantBody):
             raise ApiError(400, f"give one of {', '.join(made)}", param=next(iter(made)))
         return next(iter(made.values()), None)
 
-    def check(self) -> None:
-        super().check()
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-
 
 class CompletionBody(_Body):
     """POST /v1/completions"""
 
-    prompt: str | TokenIds | Prompts
-    echo: bool | None = False
+    prompt: Annotated[Prompts, Field(max_length=MOST_CHOICES)]
+    echo: bool = False
     logprobs: TopScores | None = None
-    best_of: Annotated[int, WHOLE] | None = None
-
-    neutral: ClassVar[Neutral] = TolerantBody.neutral | {"suffix": ("",)}
-    default_tokens: ClassVar[int | None] = 16
-    """Default of max_tokens, the same as OpenAI's; fewer if the context has less room."""
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each a text or token ids."""
-        return listed(self.prompt)
+    max_tokens: Limit = 16
+    """The default is OpenAI's; fewer if the context has less room."""
 
     @property
     def top_scores(self) -> int | None:
@@ -303,9 +269,6 @@ class CompletionBody(_Body):
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, self.choices):
-            message, code = "best_of is not supported: leave it out", "unsupported_parameter"
-            raise ApiError(400, message, param="best_of", code=code)
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
 
@@ -314,8 +277,10 @@ class ChatBody(_Body):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
-    max_completion_tokens: Limit | None = None
-    logprobs: bool | None = False
+    max_tokens: ChatLimit = Field(
+        -1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
+    logprobs: bool = False
     top_logprobs: TopScores | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template."""
@@ -352,29 +317,15 @@ class ChatBody(_Body):
     @property
     def named_function(self) -> str | None:
         """The one that has to be called."""
-        choice = self.tool_choice
-        if not isinstance(choice, dict):
+        if not isinstance(self.tool_choice, dict):
             return None
-        named = choice.get("function", choice)
+        named = self.tool_choice.get("function", self.tool_choice)
         return str(named.get("name", "")) if isinstance(named, dict) else ""
 
     @property
     def calls_are_forced(self) -> bool:
         """The answer is calls and nothing else."""
         return self.tool_choice == "required" or self.named_function is not None
-
-    neutral: ClassVar[Neutral] = TolerantBody.neutral | {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-
-    @property
-    def limit(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def top_scores(self) -> int | None:
@@ -383,35 +334,30 @@ class ChatBody(_Body):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "give max_completion_tokens or max_tokens, not both"
-            raise ApiError(400, message, param="max_tokens")
-        if self.wanted_tokens == 0:
-            raise ApiError(400, f"{self.limit} must be at least 1", param=self.limit)
-        if self.continue_final_message and not self._is_answered:
-            message = "continue_final_message needs an assistant's message without calls at the end"
-            raise ApiError(400, message, param="continue_final_message")
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ApiError(400, f"two tools have the same name, {twice[0]!r}", param="tools")
+        twice = [name for name in names if names.count(name) > 1]
         named = self.named_function
-        if named is not None and named not in names:
+        message, param = "", ""
+        if self.top_logprobs is not None and not self.logprobs:
+            message, param = "top_logprobs needs logprobs: true", "top_logprobs"
+        elif self.continue_final_message and not self._is_answered:
+            param = "continue_final_message"
+            message = f"{param} needs an assistant's message without calls at the end"
+        elif twice:
+            message, param = f"two tools have the same name, {twice[0]!r}", "tools"
+        elif named is not None and named not in names:
             message = f"tool_choice: {named[:64]!r} is not one of the tools"
-            raise ApiError(400, message, param="tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise ApiError(400, "tool_choice required needs tools", param="tool_choice")
+            param = "tool_choice"
+        elif self.tool_choice == "required" and not names:
+            message, param = "tool_choice required needs tools", "tool_choice"
+        if message:
+            raise ApiError(400, message, param=param)
 
 
 class EmbeddingsBody(TolerantBody):
     """POST /v1/embeddings"""
 
-    input: (
-        str
-        | TokenIds
-        | Annotated[list[str | TokenIds], Field(min_length=1, max_length=2048, fail_fast=True)]
-    )
+    input: Annotated[Prompts, Field(max_length=2048)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     """This many numbers from the front, of unit length again."""

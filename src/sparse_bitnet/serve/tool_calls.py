@@ -82,12 +82,7 @@ class ToolCallReader:
     def __init__(
         self, syntax: ToolSyntax, names: frozenset[str], *, in_thought: bool = False
     ) -> None:
-        """
-        Args:
-            syntax: how the model writes calls.
-            names: the functions there are.
-            in_thought: whether the prompt ends inside a thought.
-        """
+        """`names`: the functions there are; `in_thought`: whether the prompt ends inside a thought."""
         self._syntax, self._names = syntax, names
         self._held = ""
         self._state = "thought" if in_thought else "content"
@@ -166,14 +161,14 @@ class ToolCallReader:
         self._held = ""
 
     def _in_body_state(self) -> Iterator[str | CallPiece]:
-        found, closing = _HEAD.match(self._held), self._syntax.closing
+        head, closing = _HEAD.match(self._held), self._syntax.closing
         name = None
         with suppress(ValueError):  # escapes that JSON does not know
-            name = json.loads(found[1]) if found else None
-        if found and name in self._names:
+            name = json.loads(head[1]) if head else None
+        if head and name in self._names:
             yield self._start(name, "")
-            self._held, self._state = self._held[found.end() :], "arguments"
-        elif found and not closing:
+            self._held, self._state = self._held[head.end() :], "arguments"
+        elif head and not closing:
             self._state = "text"
         elif closing and closing in self._held:
             ends = (m.start() for m in _STRING_OR_CLOSING.finditer(self._held) if m[0] == closing)
@@ -187,17 +182,14 @@ class ToolCallReader:
 
     def _in_arguments_state(self) -> Iterator[str | CallPiece]:
         for place, character in enumerate(self._held):
-            if self._in_text:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == '"':
-                    self._in_text = False
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = self._in_text
             elif character == '"':
-                self._in_text = True
-            else:
-                self._depth += (character in "{[") - (character in "}]")
+                self._in_text = not self._in_text
+            elif not self._in_text and character in "{[]}":
+                self._depth += 1 if character in "{[" else -1
                 if self._depth == 0:
                     yield CallPiece(self.calls - 1, self._held[: place + 1])
                     self._held, self._state = self._held[place + 1 :], "after"
@@ -222,13 +214,13 @@ class ToolCallReader:
     def _whole(self, body: str) -> CallPiece | None:
         """A call with its parts in another order; None for what is none."""
         try:
-            found = json.loads(body)
+            call = json.loads(body)
         except (ValueError, RecursionError):
             return None
-        name = found.get("name") if isinstance(found, dict) else None
+        name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or name not in self._names:
             return None
-        arguments = found.get("arguments", found.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters", {}))
         return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
@@ -245,8 +237,6 @@ def tool_grammar(
     call or a strict function; None where any text may be written.
 
     Args:
-        syntax: how the model writes calls.
-        functions: those that may be called.
         is_forced: at least one call and nothing else.
         is_single: one call at most; else any number.
         answer: the Lark rule of a text without calls; "": any text.
