@@ -7,6 +7,7 @@ activations per block instead of per token, so its logits are close to ours, nev
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -240,7 +241,7 @@ def write(
             tensor.nbytes,
             raw_dtype=tensor.type_id,  # type: ignore[arg-type]
         )
-    try:
+    with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -250,5 +251,3 @@ def write(
             done += tensor.nbytes
             if on_progress is not None:
                 on_progress(done, total)
-    finally:
-        writer.close()

@@ -199,26 +199,20 @@ class Verification:
         """List all that is out of bounds, one phrase each."""
         failures = [] if self.same_token_ids else ["other token ids"]
         # Written so that NaN fails.
-        if not self.mean_difference <= self.bound:
-            failures.append(
-                f"log-probabilities {self.mean_difference:.2g} nats off (bound {self.bound:g})"
-            )
-        if not abs(self.perplexity_difference) <= PERPLEXITY_BOUND:
-            failures.append(
-                f"perplexity {self.perplexity_difference:+.2%} off (bound {PERPLEXITY_BOUND:.0%})"
-            )
+        if not (mean := self.mean_difference) <= self.bound:
+            failures.append(f"log-probabilities {mean:.2g} nats off (bound {self.bound:g})")
+        if not abs(relative := self.perplexity_difference) <= PERPLEXITY_BOUND:
+            failures.append(f"perplexity {relative:+.2%} off (bound {PERPLEXITY_BOUND:.0%})")
         return failures
 
     def rows(self) -> list[Row]:
         """Return table rows: what was compared, and how it differs, with the bound in brackets."""
+        mean = f"{self.mean_difference:.1e} nats off on average (bound {self.bound:.1e})"
         return [
             ("reader", self.reader),
             ("text", f"{self.text}, {self.tokens:,} next tokens"),
             ("token ids", "the same" if self.same_token_ids else "DIFFERENT"),
-            (
-                "log-probability",
-                f"{self.mean_difference:.1e} nats off on average (bound {self.bound:.1e})",
-            ),
+            ("log-probability", mean),
             ("", f"{self.largest_difference:.1e} nats off at most"),
             ("best token", f"the same in {self.same_best_token:.2%} of positions"),
             ("perplexity", f"{self.export_perplexity:.4f}, trained model {self.perplexity:.4f}"),
@@ -242,20 +236,17 @@ def verify(
     tokens, text_name = text
     lengths = (source.config.get("max_position_embeddings"), source.trained_context_length)
     context_length = min(LARGEST_CONTEXT, *filter(None, lengths))
-    done, total = 0, 2 * (len(tokens) - 1)
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_progress is not None:
-            on_progress(done, total)
-
+    report, count = on_progress or (lambda done, total: None), len(tokens) - 1
     trained = transformers_reader(source.folder, load_tokenizer(source.folder))
-    ours, our_best, sensitivity = _score(trained, tokens, context_length, advance)
+    ours, our_best, sensitivity = _score(
+        trained, tokens, context_length, lambda done: report(done, 2 * count)
+    )
     ids = trained.tokenise(PARAGRAPH)
     del trained
     with open_reader(config.format, out, context_length) as reader:
-        theirs, their_best, _ = _score(reader, tokens, context_length, advance)
+        theirs, their_best, _ = _score(
+            reader, tokens, context_length, lambda done: report(count + done, 2 * count)
+        )
         same_ids = reader.tokenise(PARAGRAPH) == ids
     blocks = source.config.get("num_hidden_layers") or len(source.layers)
     exact = config.format == "bitnet" and config.embeddings == "f32"
@@ -306,7 +297,7 @@ def _score(
         own, squares = of_next[-1].exp(), values.double().mul(2).exp().sum(1)
         sensitivity.append((1 - 2 * own + squares).clamp(min=0).sqrt())
         best.append(values.argmax(1))
-        on_tokens(len(labels))
+        on_tokens(start + len(labels))
     return torch.cat(of_next), torch.cat(best), torch.cat(sensitivity)
 
 

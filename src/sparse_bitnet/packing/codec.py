@@ -25,11 +25,8 @@ import numpy as np
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.packing.formats import (
-    B3_BLOCK_WEIGHTS,
-    I2_BLOCK_WEIGHTS,
-    b3_plane_bytes,
+    PLANES,
     coded_pattern,
-    i2_plane_bytes,
     needs_exact,
     nm_enum_bits,
     nm_enum_groups_per_word,
@@ -186,8 +183,8 @@ def _planes(block_weights: int, plane_bytes: Callable[[int], int], byte: Bytes) 
 
 # Four fields of two bits, the first plane's lowest; and the number as a fraction of 243, rounded up.
 _FIELDS = np.add.outer(np.add.outer([0, 1, 2], [0, 4, 8]), np.add.outer([0, 16, 32], [0, 64, 128]))
-_I2 = _planes(I2_BLOCK_WEIGHTS, i2_plane_bytes, _FIELDS.reshape(-1).astype(np.uint8))
-_B3 = _planes(B3_BLOCK_WEIGHTS, b3_plane_bytes, (-(-256 * np.arange(243) // 243)).astype(np.uint8))
+_I2 = _planes(*PLANES["i2"], _FIELDS.reshape(-1).astype(np.uint8))
+_B3 = _planes(*PLANES["b3"], (-(-256 * np.arange(243) // 243)).astype(np.uint8))
 
 
 def _spans(planes: _Planes, in_features: int) -> Iterator[tuple[slice, slice, int]]:

@@ -83,10 +83,8 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
     Raises `UserError` for an unknown format, and for a pattern or length that it does not hold.
     """
     check_layout(name, pattern, in_features, layer)
-    if name in ("i2", "b3"):
-        block, plane_bytes = I2_BLOCK_WEIGHTS, i2_plane_bytes
-        if name == "b3":
-            block, plane_bytes = B3_BLOCK_WEIGHTS, b3_plane_bytes
+    if name in PLANES:
+        block, plane_bytes = PLANES[name]
         blocks, tail = divmod(in_features, block)
         return blocks * plane_bytes(block) + plane_bytes(tail)
     groups = in_features // coded_pattern(pattern).m
@@ -111,6 +109,10 @@ def i2_plane_bytes(block_weights: int) -> int:
 def b3_plane_bytes(block_weights: int) -> int:
     """Bytes of a b3 block of this many weights, at most 320."""
     return _divide_up(block_weights, 5)
+
+
+PLANES = {"i2": (I2_BLOCK_WEIGHTS, i2_plane_bytes), "b3": (B3_BLOCK_WEIGHTS, b3_plane_bytes)}
+"""Weights of a whole block, and the function that sizes a block, of the formats made of planes."""
 
 
 def nm_enum_states(weights: int, nonzeros: int) -> int:
