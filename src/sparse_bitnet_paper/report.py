@@ -111,7 +111,7 @@ def main_claims(model: str, judgements: Sequence[Claim]) -> list[Claim]:
 
 def _check(sets: Sequence[Results]) -> None:
     """Raise `UserError` for a set that cannot be shown."""
-    names = [results.name for results in sets]
+    names = ["verdicts", "throughput", *(results.name for results in sets)]
     for results in sets:
         if results.rows.empty:
             scale = results.setting["scale"]
@@ -121,7 +121,7 @@ def _check(sets: Sequence[Results]) -> None:
         if not results.setting["patterns"]:
             raise UserError(f"{results.path} holds a quickstart, whose page is its report.html")
         if names.count(results.name) > 1:
-            raise UserError(f"two folders are named {results.name}; rename one")
+            raise UserError(f"two pages would be named {results.name}; rename a folder")
 
 
 def _is_of_the_paper(results: Results) -> bool:

@@ -322,7 +322,7 @@ def test_verdicts_of_several_sets_stand_side_by_side(make_set, tmp_path):
     assert "| penalty shrinks with size | 1m | points | holds, +0.27 | holds, +0.27 |" in text
     assert "# Scale one" in pages["experiments/one.md"]
     same = make_set(folder=tmp_path / "more" / "one", names=["table2"])
-    with pytest.raises(UserError, match="two folders are named one"):
+    with pytest.raises(UserError, match="two pages would be named one"):
         markdown_report([sets[0], same])
 
 
