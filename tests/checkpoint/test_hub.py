@@ -231,7 +231,8 @@ def test_transformers_alone_refuses_the_folder_and_says_what_to_import(
     folder = saved
     if kind == "packed":
         register()
-        folder = pack_checkpoint(saved, tmp_path / "packed").folder
+        folder = tmp_path / "packed"
+        pack_checkpoint(saved, folder)
     for name in ("sparse_bitnet", "sparse_bitnet_packed"):
         monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, name, raising=False)
     with pytest.raises(ValueError, match="pip install sparse-bitnet, then import sparse_bitnet"):
