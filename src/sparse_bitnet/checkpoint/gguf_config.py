@@ -111,8 +111,9 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    # The shortest number with the same float32 value, as 1e-6 was before it was stored.
-    values |= {k: float(str(np.float32(v))) for k, v in values.items() if type(v) is float}
+    with np.errstate(over="ignore"):
+        # The shortest number with the same float32 value, as 1e-6 was before it was stored.
+        values |= {k: float(str(np.float32(v))) for k, v in values.items() if type(v) is float}
     fields = Fields(values, f"{file.path}: {prefix}")
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
@@ -157,7 +158,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         "layer_types": [WINDOWED if has_windows and some else FULL for some in pattern],
         "query_pre_attn_scalar": _gemma_scores(config),
         "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: local},
-        "final_logit_softcapping": values.get("final_logit_softcapping"),
+        "final_logit_softcapping": file.metadata.get(f"{prefix}final_logit_softcapping"),
     }
 
 
