@@ -135,7 +135,7 @@ def test_files_without_text_beside_others_are_skipped(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(full.slice(0, 0), tmp_path / "0.parquet")
     pyarrow.parquet.write_table(full, tmp_path / "1.parquet")
     (tmp_path / "2.jsonl").touch()
-    source = parse_source(str(tmp_path))
+    source = parse_source(str(tmp_path), near_duplicates=False)
     assert [d.text for d in source.documents() if not d.skipped] == some_texts(20)
     skipped = [d.skipped for d in source.documents() if d.skipped]
     assert skipped == [

@@ -93,7 +93,9 @@ def test_validation_without_an_answer_is_refused_at_once(
     (tmp_path / "long.jsonl").write_text(
         "".join(json.dumps({"messages": messages}) + "\n" for messages in said)
     )
-    source = parse_source(str(tmp_path / "long.jsonl"), chat=True, validation_fraction=0.2)
+    source = parse_source(
+        str(tmp_path / "long.jsonl"), chat=True, validation_fraction=0.2, near_duplicates=False
+    )
     prepare(source, tmp_path / "data", tokenizer=chats / "model", chat=True)
     config = chat_run(data=str(tmp_path / "data"), validation_tokens=32)
     with pytest.raises(UserError, match="no answer in its first 32 validation tokens"):
@@ -157,7 +159,7 @@ def long_questions(chats: Path, folder: Path, words: int) -> Path:
     ]
     text = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
     (folder / "long.jsonl").write_text(text)
-    options = ["--chat", "--tokenizer", str(chats / "model")]
+    options = ["--chat", "--tokenizer", str(chats / "model"), "--no-near-duplicates"]
     prepare_command([str(folder / "long.jsonl"), str(folder / "long"), *options])
     return folder / "long"
 

@@ -47,6 +47,10 @@ class SourceConfig:
     limit_bytes: int | None = None
     """Stop after this many bytes of text of SOURCE."""
 
+    near_duplicates: bool = True
+    """Put near-duplicate documents on the same side of the split; with --validation, skip those of SOURCE
+    that are near duplicates of it. Not for hub data sets, which are read only once."""
+
 
 @command("prepare")
 def main(

@@ -37,7 +37,7 @@ from sparse_bitnet.data.manifest import (
     check_shards,
     token_dtype,
 )
-from sparse_bitnet.data.overlap import measure_overlap
+from sparse_bitnet.data.near_duplicates import measure_overlap
 from sparse_bitnet.data.shards import ShardWriter
 from sparse_bitnet.data.sources import TextSource
 from sparse_bitnet.data.tokenizer import (
@@ -139,6 +139,7 @@ def prepare(
         remove_leftovers(out)
         states = _resumed(out, settings)
         _record(out, settings, states)
+        source.regroup(lambda size: line(size, None, label="looking for near-duplicates"))
         if not states:
             if tokenizer is None:
                 assert vocab_size is not None

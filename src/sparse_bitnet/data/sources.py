@@ -5,8 +5,8 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from sparse_bitnet.data.file_source import (
     filled,
     missing_column,
 )
+from sparse_bitnet.data.near_duplicates import regrouped
 from sparse_bitnet.errors import UserError, reason_of
 
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -31,7 +32,7 @@ _SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
 _GENERATED = ("/stringprep.py", "/html/entities.py")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TextSource:
     """Text to prepare: one source, or one for training and one for validation.
 
@@ -45,6 +46,11 @@ class TextSource:
     limit_bytes: int | None = None
     """The document of `train` that reaches this much text is its last one; it is not cut."""
 
+    grouped: bool = False
+    """Near-duplicates do not lie on both sides of the split (`near_duplicates`)."""
+
+    _moved: dict[int, str | None] | None = field(default=None, init=False, repr=False)
+
     @property
     def name(self) -> str:
         """The names of the sources, for messages."""
@@ -57,14 +63,29 @@ class TextSource:
         if self.limit_bytes is not None:
             text["limit_bytes"] = self.limit_bytes
         if self.validation is not None:
-            return {"train": text, "validation": self.validation.describe()}
-        return text
+            text = {"train": text, "validation": self.validation.describe()}
+        return {**text, "near_duplicates": "grouped"} if self.grouped else text
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents; every call yields the same ones.
 
         Raises `UserError` for text that cannot be read, and where there is none.
         """
+        moved = self.regroup()
+        for number, document in enumerate(self._documents()):
+            if (side := moved.get(number, document.split)) is not None:
+                yield document._replace(split=side)
+
+    def regroup(self, on_bytes: Callable[[int], None] = lambda size: None) -> dict[int, str | None]:
+        """Return `near_duplicates.regrouped` of the text, which the first call reads for that."""
+        if self._moved is None:
+            self._moved = {}
+            if self.grouped:
+                paired = self.validation is not None
+                self._moved = regrouped(self._documents(), keep_held_out=paired, on_bytes=on_bytes)
+        return self._moved
+
+    def _documents(self) -> Iterator[Document]:
         size, limit = 0, self.limit_bytes or float("inf")
         for document in self.train.documents():
             size += len(document.text.encode())
@@ -88,6 +109,7 @@ def parse_source(
     validation: str | None = None,
     validation_fraction: float | None = None,
     limit_bytes: int | None = None,
+    near_duplicates: bool = True,
     chat: bool = False,
 ) -> TextSource:
     """Return the text that a command line names: the options of `sparse-bitnet prepare`.
@@ -116,6 +138,7 @@ def parse_source(
         train=_parse(spec, column, validation_fraction if held_out is None else 0.0, chat),
         validation=held_out,
         limit_bytes=limit_bytes,
+        grouped=near_duplicates and not spec.startswith("hub:"),
     )
 
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Near-duplicate documents share a side of the split, so that held-out text is not trained on.
+
+**Before tokenising** a text is cut where a rolling hash of its bytes says so, so that a passage is cut
+alike wherever it stands and whatever surrounds it. Documents of which some piece is nearly the same
+(MinHash over the 32-byte shingles of the piece) form a group, and a group lies on one side of the split.
+
+**Afterwards** held-out and training tokens are compared window by window: how much of the held-out text
+stands in the training text is printed and stored.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document
+from sparse_bitnet.data.manifest import Manifest, Overlap
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.progress import OnProgress
+
+_SHINGLE = 32
+_PIECE_BITS = 12
+"""Pieces have 2 ** this bytes in the mean."""
+
+_SHORTEST_PIECE = 512
+_BANDS, _ROWS = 16, 6
+"""MinHash bands and rows: pieces with 6 in 10 shingles in common share a band more often than not."""
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
+
+WINDOW = 64
+"""Tokens of a held-out window that is looked for in the training text."""
+
+_CHUNK_TOKENS = 1 << 20
+
+
+def regrouped(
+    documents: Iterable[Document], *, keep_held_out: bool, on_bytes: Callable[[int], None]
+) -> dict[int, str | None]:
+    """Return which documents must change sides, so that near-duplicates are on one.
+
+    A group goes where the hash of one of its documents sends it, which is chosen by another hash; one of
+    more than half of the text is for training. Where that would leave a side empty, none changes (the
+    measured overlap tells). Needs 3 % of the text's size in memory, or some 500 bytes a document.
+
+    Args:
+        documents: the whole text.
+        keep_held_out: held-out documents stay, and training documents near them are left out.
+        on_bytes: is given the bytes read so far.
+
+    Returns the side of each that changes, by its number; None: it is left out.
+    """
+    held_out, order, keys, sizes = [], [], [], []
+    size = 0
+    for document in documents:
+        text = document.text.encode()
+        held_out.append(document.split == VALIDATION)
+        # Salted: by the hash that splits, the smallest of a group would mostly be held out.
+        order.append(hashlib.blake2b(text, digest_size=8, salt=b"group").digest())
+        keys.append(_band_keys(text))
+        sizes.append(len(text))
+        size += len(text)
+        on_bytes(size)
+    if not any(held_out) or all(held_out):
+        return {}
+    moved: dict[int, str | None] = {}
+    for group in _groups(keys):
+        if len({held_out[number] for number in group}) == 1:
+            continue
+        if keep_held_out:
+            moved |= {number: None for number in group if not held_out[number]}
+            continue
+        chosen = held_out[min(group, key=lambda number: order[number])]
+        chosen = chosen and 2 * sum(sizes[number] for number in group) <= size
+        side = VALIDATION if chosen else TRAIN
+        moved |= {number: side for number in group if held_out[number] != chosen}
+    before = enumerate(VALIDATION if held else TRAIN for held in held_out)
+    sides = {moved.get(number, side) for number, side in before}
+    return moved if sides >= {TRAIN, VALIDATION} else {}
+
+
+def rolling_hashes(values: np.ndarray, length: int) -> np.ndarray:
+    """Hash every `length` consecutive values, which alone determine it; uint64
+    [len(values) - length + 1]."""
+    if len(values) < length:
+        return np.empty(0, np.uint64)
+    powers, inverses = (np.cumprod(np.full(len(values), factor)) for factor in (_BASE, _INVERSE))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((values + np.uint64(1)) * powers)])
+    return (sums[length:] - sums[:-length]) * inverses[: len(values) - length + 1]
+
+
+def _band_keys(text: bytes) -> np.ndarray:
+    """Return a text's pieces as uint64 [pieces, bands]: two that are nearly the same agree in a band."""
+    from rensa import RMinHash
+
+    shingles = rolling_hashes(np.frombuffer(text, np.uint8).astype(np.uint64), _SHINGLE)
+    cuts = np.flatnonzero(shingles >> np.uint64(64 - _PIECE_BITS) == 0)
+    ends = np.unique(np.concatenate([[0], cuts, [len(shingles)]]))
+    long = np.flatnonzero(np.diff(ends) >= _SHORTEST_PIECE)
+    if not len(long):  # a short document is one piece
+        ends, long = np.array([0, len(shingles)]), np.arange(1 if len(shingles) else 0)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+        shingles, ends.tolist(), _BANDS * _ROWS, 0
+    )
+    digests = np.array(matrix.to_rows(), np.uint64).reshape(-1, _BANDS, _ROWS)[long]
+    powers = np.cumprod(np.full(_ROWS, _BASE))
+    return (digests * powers).sum(-1, dtype=np.uint64)
+
+
+def _groups(keys: list[np.ndarray]) -> Iterator[list[int]]:
+    """Yield the groups of at least two documents, given by their band keys, that are connected by pieces
+    which agree in a band."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    owners = np.repeat(np.arange(len(keys)), list(map(len, keys)))
+    pairs = []
+    for band in np.concatenate(keys).T:
+        place = np.argsort(band, kind="stable")
+        same = np.flatnonzero(np.diff(band[place]) == 0)
+        pairs.append(owners[np.stack([place[same], place[same + 1]])])
+    ends = np.concatenate(pairs, axis=1)
+    graph = coo_array((np.ones(ends.shape[1], bool), tuple(ends)), shape=(len(keys), len(keys)))
+    _, labels = connected_components(graph, directed=False)
+    place = np.argsort(labels, kind="stable")
+    for group in np.split(place, np.flatnonzero(np.diff(labels[place])) + 1):
+        if len(group) > 1:
+            yield group.tolist()
+
+
+def measure_overlap(folder: Path, manifest: Manifest, show: OnProgress) -> Overlap:
+    """Measure how much of the held-out text of prepared data stands in its training text.
+
+    Args:
+        folder, manifest: the data, whose splits both have text.
+        show: is given the bytes of training tokens that are compared, and of all.
+    """
+    train, held_out = (TokenDataset(folder, split, manifest) for split in SPLITS)
+    tokens = held_out[:].astype(np.uint64)
+    ends = np.flatnonzero(tokens == held_out.eos_token_id)
+    # A window that goes on into the next document is none.
+    texts = [
+        rolling_hashes(tokens[before + 1 : end], WINDOW)
+        for before, end in itertools.pairwise([-1, *ends.tolist()])
+    ]
+    wanted = np.unique(np.concatenate(texts))
+    in_training = np.zeros(len(wanted), bool)
+    # Few of the training windows pass: looking up all of them would take the time.
+    likely, shift = np.zeros(1 << 22, bool), np.uint64(64 - 22)
+    likely[wanted >> shift] = True
+    for start in range(0, len(train) if len(wanted) else 0, _CHUNK_TOKENS):
+        show(start * train.dtype.itemsize, len(train) * train.dtype.itemsize)
+        part = train[start : start + _CHUNK_TOKENS + WINDOW - 1].astype(np.uint64)
+        hashes = rolling_hashes(part, WINDOW)
+        hashes = hashes[likely[hashes >> shift]]
+        place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+        in_training[place[wanted[place] == hashes]] = True
+    known = [in_training[np.searchsorted(wanted, hashes)] for hashes in texts if len(hashes)]
+    return Overlap(
+        window_tokens=WINDOW,
+        windows=sum(map(len, known)),
+        windows_in_training=int(sum(each.sum() for each in known)),
+        documents=len(known),
+        documents_in_training=sum(bool(each.all()) for each in known),
+    )
