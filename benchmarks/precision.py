@@ -19,12 +19,13 @@ from recorded import record
 from rich.console import Console
 
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.engine.engine import CACHE_TYPES, Engine
+from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import perplexity
 from sparse_bitnet.generation.text import TextTokenizer
 
 HEADS = ("stored", "int8", "int4")
+CACHE_TYPES = ("float16", "int8", "int4")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 200
 
 
@@ -115,7 +116,7 @@ def perplexity_of(logits: np.ndarray, tokens: list[int], context: int) -> float:
 
 def costs(folder: Path, tokens: list[int], context: int) -> list[dict]:
     variants = [(head, "float32") for head in HEADS]
-    variants += [("stored", cache) for cache in CACHE_TYPES if cache != "float32"]
+    variants += [("stored", cache) for cache in CACHE_TYPES]
     rows = []
     for head, cache in variants:
         sizes = {"context_length": context, "cache_tokens": 8 * context}

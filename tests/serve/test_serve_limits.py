@@ -19,7 +19,7 @@ import pytest
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, application, server
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.serve import answer
+from sparse_bitnet.serve import answer, generations
 from sparse_bitnet.serve.http_server import listen, serve
 
 VOCAB = 257
@@ -239,6 +239,15 @@ def test_a_stream_that_waits_is_kept_alive(monkeypatch):
 def post(running, **fields):
     with running.http() as http:
         return http.post("/v1/completions", json={"model": "scripted", "temperature": 0} | fields)
+
+
+def test_too_many_log_probabilities_are_refused(monkeypatch):
+    monkeypatch.setattr(generations, "_MOST_LOGPROBS", 200)
+    fields = {"echo": True, "logprobs": 1, "n": 2, "max_tokens": 10}
+    with server(ScriptedEngine(vocab_size=VOCAB)) as running:
+        assert post(running, prompt="a" * 40, **fields).status_code == 200
+        refused = post(running, prompt="a" * 41, **fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
 
 
 def test_large_answers_are_the_same_whole_and_streamed():

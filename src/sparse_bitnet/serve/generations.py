@@ -31,6 +31,9 @@ from sparse_bitnet.serve.schema import (
 )
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought, tool_grammar
 
+_MOST_LOGPROBS = 1 << 21
+"""Limit on log-probabilities in one answer; each takes 100 bytes while the answer grows."""
+
 Deliver = Callable[[int, Generation, Output], None]
 """Takes output of the generation of that number, in the scheduler's thread."""
 
@@ -110,6 +113,14 @@ def requests_of(
         grammar = _with_calls(grammar, body, model.tool_syntax)
     form = None if grammar is None else model.grammars.known(grammar)
     scores_prompt = any(echo) and body.top_scores is not None
+    if body.top_scores is not None:
+        scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
+        if (entries := scored * body.n * (body.top_scores + 1)) > _MOST_LOGPROBS:
+            message = (
+                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once"
+            )
+            message += "; lower max_tokens, n or top_logprobs"
+            raise ApiError(400, message, param="logprobs")
     seed = secrets.randbits(64) if body.seed is None else body.seed
     requests = [
         GenerationRequest(
