@@ -138,9 +138,10 @@ def test_the_python_page_has_every_public_name():
 
 def test_every_page_has_its_place_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text()
-    pages = set(re.findall(r"[\w-]+\.md", str(yaml.safe_load(site)["nav"])))
+    pages = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(site)["nav"])))
     of_root = {"index.md", "changelog.md", "contributing.md", "security.md"}
-    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")} | of_root
+    docs = ROOT / "docs"
+    assert pages == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | of_root
 
 
 def test_every_file_of_the_tree_exists():
