@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the site has beside docs/: pages from the repository's root, and sources that pages link to."""
+"""Adds to the site, beside docs/: pages from the repository's root, and sources that pages link to."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: poisoned memory, one seed, one thread, reproducible hypothesis."""
+"""Setup of every test: poisoned memory, one seed, one thread, reproducible hypothesis."""
 
 import os
 

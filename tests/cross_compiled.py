@@ -17,7 +17,7 @@ FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psa
 
 
 def run(command: list[str]) -> str:
-    """What a command prints; fails with what it complains of."""
+    """Return the output of a command; fail with its errors."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
@@ -33,7 +33,8 @@ def compiler() -> list[str]:
 
 
 def program(source: Path, temporary: pytest.TempPathFactory, name: str, command: list[str]) -> str:
-    """A program of one source and csrc/, whose objects are made once in a folder that processes share."""
+    """Return the program of one source and csrc/, whose objects are compiled once in a folder shared by
+    processes."""
     own = temporary.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     sources = [
@@ -55,7 +56,7 @@ def program(source: Path, temporary: pytest.TempPathFactory, name: str, command:
 
 
 def emulated(source: Path, temporary: pytest.TempPathFactory, *arguments: str) -> str:
-    """What the program of a source prints; skips the test where there is no emulator."""
+    """Return the output of a source's program; skip the test if there is no emulator."""
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         pytest.skip("no emulator of aarch64: qemu-aarch64 is not installed")
@@ -65,7 +66,7 @@ def emulated(source: Path, temporary: pytest.TempPathFactory, *arguments: str) -
 
 
 def native(source: Path, temporary: pytest.TempPathFactory) -> str:
-    """What the program of a source prints on this machine; skips the test where there is no compiler."""
+    """Return the output of a source's program on this machine; skip the test if there is no compiler."""
     if gcc := shutil.which("g++"):
         return run([program(source, temporary, "native", [gcc])])
     pytest.skip("no compiler: g++ is not installed")

@@ -26,7 +26,7 @@ WEIGHTS = {
 
 
 def paper_perplexity(config):
-    """What the paper's model of this run has."""
+    """Return the paper's perplexity for this run."""
     weight, _, rest = config.format.partition("-")
     pattern, _, option = rest.partition(",")
     if option:

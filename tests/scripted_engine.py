@@ -20,7 +20,7 @@ def logits_after(tokens, vocab_size: int) -> np.ndarray:
 
 
 def greedy(prompt, count: int, vocab_size: int) -> list[int]:
-    """What a scheduler has to produce at temperature 0."""
+    """Return the tokens that a scheduler must produce at temperature 0."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(logits_after(tokens, vocab_size).argmax()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/method.md links to exists under the name it gives."""
+"""Everything that docs/method.md links to exists under the name it gives."""
 
 import ast
 import re

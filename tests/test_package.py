@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What importing the package does, and what it does not."""
+"""Effects of importing the package, and effects that it must not have."""
 
 import importlib
 import inspect

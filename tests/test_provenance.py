@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands beside every number."""
+"""Commit, hardware and versions that are stored with every number."""
 
 import json
 import shutil

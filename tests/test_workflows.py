@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workflows and the papers beside the code name exists, and says the same everywhere."""
+"""Names and versions in the workflows, the citation and the notices exist and agree."""
 
 import re
 import shutil

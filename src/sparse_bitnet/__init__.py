@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """1.58-bit language models with N:M semi-structured sparsity.
 
-Importing this package imports neither torch nor transformers. When transformers is imported by whoever
-needs it, our checkpoints become loadable by its `from_pretrained`.
+Importing this package imports neither torch nor transformers. Once transformers is imported too, its
+`from_pretrained` loads our checkpoints.
 """
 
 import importlib
@@ -64,10 +64,10 @@ def _register() -> None:
 
 
 class _AfterRegistry(importlib.abc.MetaPathFinder):
-    """Enters our quantizers right after transformers' registry of them has been imported.
+    """Registers our quantizers as soon as transformers' own registry has been imported.
 
-    transformers has no entry point for quantizers, and to enter them at once would import it, and torch,
-    with this package, which the engine runs without.
+    transformers has no entry point for quantizers. Registering at once would import transformers and
+    torch with this package, and the engine needs neither.
     """
 
     def find_spec(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception that means "what you gave us is wrong", as opposed to "we are wrong"."""
+"""`UserError`, the exception for wrong input (any other is a defect of ours), and helpers that raise
+it."""
 
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _LONGEST_REASON = 300
-"""Characters: some errors quote what they refuse."""
+"""Maximum length in characters; some libraries quote the whole input in their message."""
 
 
 class UserError(ValueError):
@@ -18,12 +19,13 @@ class UserError(ValueError):
 
 
 class EngineLacks(UserError):
-    """A sound model that the CPU engine cannot run; transformers can."""
+    """Raised for a valid model that the CPU engine does not support; transformers may run it."""
 
 
 @contextmanager
 def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
-    """An `OSError` inside becomes a `UserError`: `failure` ("cannot read X"), its reason, what to do."""
+    """Turn an `OSError` inside into a `UserError`: `failure` ("cannot read X"), the reason, then
+    `remedy`."""
     try:
         yield
     except OSError as error:
@@ -34,8 +36,8 @@ def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def library_errors_as(failure: str) -> Iterator[None]:
-    """Turn any exception that a library raises inside into a `UserError`: `failure`, then the reason. Bad
-    values can raise anything; panics of tokenizers are no `Exception`."""
+    """Turn any exception that a library raises inside into a `UserError`: `failure`, then the reason.
+    Bad values can raise anything; a panic in tokenizers is not even an `Exception`."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -54,9 +56,9 @@ def check_least(options: object, **least: float) -> None:
 
 
 def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
-    """Raise `UserError` for a field of a dataclass that was set though nothing will look at it.
+    """Raise `UserError` for a dataclass field that was set but has no effect.
 
-    `why` ends the message: what it would have to be for the option to count.
+    `why` ends the message: it says when the option would have an effect.
     """
     unset = type(options)()
     for name in names:
@@ -66,19 +68,21 @@ def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error; of a validation error, which says what is wrong in the second, both."""
+    """Return the first line of an error, or the first two of a validation error, which ends the first
+    with ":"."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     reason = " ".join(" ".join(lines[: 2 if lines[0].rstrip().endswith(":") else 1]).split())
     return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
 
 
 def install(extra: str) -> str:
-    """Return how to install an extra of this package, which is on no index."""
+    """Return how to install an extra of this package, which is in no package index."""
     return f'in a clone of sparse-bitnet run pip install ".[{extra}]"'
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " (did you mean ...?)" where a known word is close, or begins so, else nothing."""
+    """Return " (did you mean ...?)" with a known word that is similar or begins with `word`; "" without
+    one."""
     words = list(known)
     begin = [each for each in words if each.startswith(word) and len(word.strip("-")) > 2]
     close = begin or difflib.get_close_matches(word, words, 1, 0.7)

@@ -111,7 +111,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
 
 def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
-    """Raise `UserError` for a folder that holds files, none of which is named as one of `marks`.
+    """Raise `UserError` if a folder holds files but none that is named in `marks`.
 
     Locks and leftovers of killed writers do not count. `what` is what such a folder would be.
     """
@@ -123,7 +123,7 @@ def check_ours(folder: Path, marks: Iterable[str], what: str) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed writer left behind in `folder`, where no other may be writing now."""
+    """Remove the temporary files of a killed writer from `folder`; nobody else may be writing there."""
     for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -133,9 +133,9 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def locked_folder(folder: Path, busy: str) -> Iterator[None]:
-    """Make a folder and hold it for this process; it is free again when the process ends anyhow.
+    """Create a folder and lock it for this process; the lock ends with the process at the latest.
 
-    Raises `UserError`: `busy` where another process holds it, else why it cannot be written.
+    Raises `UserError`: `busy` if another process holds the lock, else why the folder cannot be written.
     """
     from filelock import FileLock, Timeout
 
@@ -154,7 +154,7 @@ def locked_folder(folder: Path, busy: str) -> Iterator[None]:
 
 
 def file_crc32(path: Path) -> int:
-    """CRC-32 of a file; releases the interpreter's lock while it computes."""
+    """Return the CRC-32 of a file; releases the GIL while it computes."""
     checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -163,7 +163,7 @@ def file_crc32(path: Path) -> int:
 
 
 def _open_to_readers(folder: Path) -> None:
-    """Give files the mode that the user's umask gives others: safetensors makes them private."""
+    """Give files the permissions that the user's umask allows; safetensors makes them private."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
@@ -171,10 +171,10 @@ def _open_to_readers(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring a folder and all files below it to the disk."""
+    """Flush a folder and all files below it to the disk."""
     for root, _, names in os.walk(folder):
         for name in names:
-            # Windows flushes only what may be written.
+            # Windows flushes only files that are open for writing.
             with open(os.path.join(root, name), "rb" if os.name == "posix" else "r+b") as file:
                 os.fsync(file.fileno())
         _sync_folder(Path(root))

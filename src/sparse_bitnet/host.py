@@ -20,12 +20,13 @@ _CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
-    """Return the processors that this process may use: at most a container's CPU quota, rounded up."""
+    """Return the number of processors for this process; the CPU quota of a container, rounded up, limits
+    it."""
     return math.ceil(min([_processors(), *_cpu_quotas()]))
 
 
 def limit_library_threads() -> None:
-    """Make OpenMP and BLAS libraries keep to a CPU quota, which they ignore. Call it before they load."""
+    """Limit OpenMP and BLAS libraries to the CPU quota, which they ignore. Call this before they load."""
     if available_cores() < _processors():
         os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
 
@@ -65,7 +66,8 @@ def limit_memory(most_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Limit the processor time left to this process (on Windows real time, five times); 0: no limit."""
+    """Limit the remaining processor time of this process (on Windows real time, five times); 0: no
+    limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
     elif seconds:
@@ -80,6 +82,6 @@ def ran_out_of_time(exit_code: int) -> bool:
 
 
 def cache_folder() -> Path:
-    """SPARSE_BITNET_CACHE, or `sparse-bitnet` in XDG_CACHE_HOME or ~/.cache."""
+    """Return SPARSE_BITNET_CACHE, or `sparse-bitnet` in XDG_CACHE_HOME or ~/.cache."""
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("SPARSE_BITNET_CACHE") or Path(shared) / "sparse-bitnet")

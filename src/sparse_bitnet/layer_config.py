@@ -18,7 +18,8 @@ REGISTERED = {
     "activation": "int8",
     "schedule": "dense-to-sparse",
 }
-"""Fields that name what is registered (`variants.registry`), with the paper's choice."""
+"""Fields that name a registered function (`variants.registry`), and their defaults: the paper's
+choice."""
 
 OPTIONS = (
     *("activation", "mask_source", "scale_source", "mask_gradient", "ste"),
@@ -29,7 +30,8 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SparseBitConfig:
-    """One of the paper's four cells (dense/sparse x full/ternary) or one of its ablations.
+    """Format of a layer: one of the paper's four cells (dense/sparse x full/ternary), one of its
+    ablations, or a registered variant.
 
     Raises `UserError` with the reason for an unknown value or a combination that contradicts itself.
     """
@@ -52,7 +54,7 @@ class SparseBitConfig:
     with full ones."""
 
     schedule: str = REGISTERED["schedule"]
-    """How training comes to the format: dense-to-sparse, gradual, lambda, or one registered."""
+    """How training approaches the format: dense-to-sparse, gradual, lambda, or one registered."""
 
     mask_source: Literal["master", "ternary"] = "master"
     """Rank |master weight|, or |code| (the ablation "mask from quantized weight")."""
@@ -113,7 +115,7 @@ class SparseBitConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether score and quantiser are the paper's, which one op computes together."""
+        """Whether score and quantiser are the paper's; one fused op computes both."""
         return all(getattr(self, kind) == REGISTERED[kind] for kind in ("score", "quantizer"))
 
     def variant(self, kind: str) -> Variant:
@@ -168,10 +170,10 @@ class SparseBitConfig:
         return texts | {"dense_layers": "+".join(self.dense_layers)}
 
     def to_dict(self) -> dict[str, str]:
-        """Fields as strings, for JSON; `from_dict` reads them back.
+        """Return the fields as strings, for JSON; `from_dict` reads them back.
 
-        Fields of `_LEFT_OUT` are there only where they have another value. What was registered outside
-        of the package is there with its module, as `registered_by`.
+        Fields in `_LEFT_OUT` are written only if they differ from the values there. `registered_by`
+        names the modules of functions registered outside the package.
         """
         values = {k: text for k, text in self._texts().items() if _LEFT_OUT.get(k) != text}
         used = {kind: self.variant(kind) for kind in REGISTERED}
@@ -182,7 +184,8 @@ class SparseBitConfig:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Read what `to_dict` returns.
 
-        Raises `UserError` for missing or unknown keys, and for what is registered elsewhere or nowhere.
+        Raises `UserError` for missing or unknown keys, and for a function that is not registered or that
+        another module registered.
         """
         if not isinstance(values, dict):
             raise UserError(f"sparse_bitnet config {values!r} is not a table of fields")
@@ -217,7 +220,8 @@ class DenseLayersOption:
         return _globs(self.dense_layers.replace(",", "+")) if self.dense_layers else ()
 
     def with_dense_layers(self, format: str) -> SparseBitConfig:
-        """The format of a text form, with these dense layers; `UserError` where the text names others."""
+        """Return the format of a text form with these dense layers. Raises `UserError` if the text names
+        others."""
         parsed = SparseBitConfig.parse(format)
         if self.dense_layers and parsed.dense_layers not in ((), self.dense_globs):
             raise UserError(f"--dense-layers {self.dense_layers}: format {format} names others")

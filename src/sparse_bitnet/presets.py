@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the Qwen2.5 shapes, the published ones and small ones for CPUs. Free of torch.
+"""Sizes of the Qwen2.5 models: the published ones, and small ones for CPUs. Free of torch.
 
-Small presets keep the family's form (grouped-query attention, SwiGLU, RMSNorm, biases on q, k, v, tied
-embeddings) and take any vocabulary; every linear of their blocks divides by 32, so any pattern with m
+Small presets keep the architecture (grouped-query attention, SwiGLU, RMSNorm, biases on q, k, v, tied
+embeddings) and accept any vocabulary. Every linear of their blocks divides by 32, so any pattern with m
 in 2, 4, 8, 16, 32 fits.
 """
 
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out_features, in_features) of every linear of the blocks by full name, in order."""
+        """Return (out_features, in_features) of every linear of the blocks by full name, in order."""
         hidden, ffn = self.hidden_size, self.intermediate_size
         keys = hidden // self.num_attention_heads * self.num_key_value_heads
         sizes = {
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def block_weights(self) -> int:
-        """Weights of all linears of the blocks, biases and norms not counted."""
+        """Number of weights in all linears of the blocks, without biases and norms."""
         return sum(rows * in_features for rows, in_features in self.linears.values())
 
 
@@ -66,7 +66,7 @@ PRESETS: dict[str, Shape] = {
 
 
 def find_preset(name: str) -> Shape:
-    """A preset's sizes. Raises `UserError` for an unknown name."""
+    """Return a preset's sizes. Raises `UserError` for an unknown name."""
     if name not in PRESETS:
         raise UserError(f"model {name!r} is not a preset: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far long work is, as bars on a terminal, else as a few lines: amount, rate, remaining time.
+"""Progress of long work, as bars on a terminal and otherwise as a few lines: amount, rate, remaining
+time.
 
 The rate is that of the last minute.
 """
@@ -16,12 +17,13 @@ OnProgress = Callable[[int, int], None]
 
 
 class Progress(rich_progress.Progress):
-    """A context on a console inside which `line` makes lines; `note` writes above them."""
+    """Progress display on a console. `line` adds a line for one piece of work, `note` prints above the
+    lines."""
 
     def __init__(self, console: Console | None = None, *, plain_lines: int = 0) -> None:
         """Use `console`, by default stderr.
 
-        Without a terminal each line prints its state about `plain_lines` times on its way.
+        Without a terminal, each line prints its state about `plain_lines` times.
         """
         console = console or Console(stderr=True)
         super().__init__(
@@ -36,20 +38,20 @@ class Progress(rich_progress.Progress):
         self.plain_lines = plain_lines
 
     def line(self, label: str, unit: str = "", scale: float = 1) -> "Line":
-        """Return a line that appears with the first call.
+        """Return a line that appears with its first call.
 
-        `scale` is how many of what is counted make up one `unit`: 1e6 bytes one MB. Without a unit
+        `scale` is the number of counted things in one `unit`: 1e6 for bytes shown in MB. Without a unit
         the line shows percent.
         """
         return Line(self, label, unit, scale)
 
     def note(self, text: str, style: str | None = None) -> None:
-        """Write a line that stays."""
+        """Print a line that stays."""
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 class Line:
-    """One piece of work. Call it with how much is done and how much there is."""
+    """One piece of work. Call it with the amount done and the total."""
 
     def __init__(self, progress: Progress, label: str, unit: str, scale: float) -> None:
         self._progress, self._unit, self._scale = progress, unit, scale
@@ -63,7 +65,7 @@ class Line:
 
         Args:
             text: shown after the amount.
-            label: replaces the line's label from here on; another one begins another count.
+            label: replaces the line's label from now on; a new label starts a new count.
         """
         display, plain_lines = self._progress, self._progress.plain_lines
         task = next(task for task in display.tasks if task.id == self._id)
@@ -78,7 +80,7 @@ class Line:
             display.note(f"{task.description}  {task.fields['state']}")
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._progress.remove_task(self._id)
 
     def _state(self, task: Task, text: str) -> str:
@@ -110,5 +112,5 @@ def duration(seconds: float) -> str:
 
 
 def say(message: str) -> None:
-    """Print a line that belongs to no result, on stderr."""
+    """Print a message that is not part of a result, on stderr."""
     print(f"sparse-bitnet: {message}", file=sys.stderr, flush=True)

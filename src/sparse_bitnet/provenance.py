@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def where_measured() -> dict[str, Any]:
-    """JSON-able: commit, hardware, versions and date (UTC). Imports no torch."""
+    """Return commit, hardware, versions and date (UTC), ready for JSON. Imports no torch."""
     return {
         "commit": commit(),
         "hardware": cpu_hardware(),
@@ -30,7 +30,7 @@ def where_measured() -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """`where_measured` with the GPU that torch sees, and the threads of this process."""
+    """Return `where_measured` with the GPU that torch uses and the number of threads of this process."""
     import torch
 
     return where_measured() | {"hardware": hardware(), "threads": torch.get_num_threads()}
@@ -39,7 +39,7 @@ def provenance() -> dict[str, Any]:
 def append_records(
     path: Path | str, rows: Iterable[Mapping[str, Any]], where: Mapping[str, Any]
 ) -> None:
-    """Append a JSON line a row, with `where` it was measured. Raises `UserError` if that fails."""
+    """Append each row with `where` as one line of JSON. Raises `UserError` if that fails."""
     text = "".join(json.dumps({**row, **where}) + "\n" for row in rows)
     with os_errors_as(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
         file.write(text)
@@ -55,7 +55,7 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def hardware() -> str:
-    """Processor, its cores and memory, and the GPU if torch sees one, in one line."""
+    """Return processor, cores, memory and the GPU that torch uses (if any) in one line."""
     import torch
 
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
@@ -63,14 +63,14 @@ def hardware() -> str:
 
 
 def cpu_hardware() -> str:
-    """Processor, its cores and memory in one line. Imports no torch."""
+    """Return processor, cores and memory in one line. Imports no torch."""
     info = cpu_info()
     processor = info.get("model name") or platform.processor() or platform.machine()
     flags = info.get("flags", "").split()
-    # A virtual machine may hide the matrix tiles, and the processor keeps its name.
+    # A virtual machine may hide AMX without changing the processor's name.
     if processor.startswith("Intel") and "avx512_bf16" in flags and "amx_bf16" not in flags:
         processor += " without AMX"
-    # So do those of several generations.
+    # EPYCs of several generations have one name in a virtual machine.
     if processor.startswith("AMD EPYC") and "avx2" in flags and "avx512f" not in flags:
         processor += " without AVX-512"
     parts = [f"{processor}, {available_cores()} cores"]
@@ -81,11 +81,11 @@ def cpu_hardware() -> str:
 
 
 def commit(package: Path = Path(sparse_bitnet.__file__).parent) -> str | None:
-    """Return the commit of the checkout that the package lies in, "+changes" if it differs; None outside
-    one.
+    """Return the commit of the checkout that contains the package, with "+changes" if files differ; None
+    outside a checkout.
 
-    Files that are not under version control do not count: results written into the checkout are no
-    change. A virtual environment may lie in another project's repository, so the repository must be ours.
+    Untracked files do not count: results written into the checkout are no change. A virtual environment
+    may lie in another project's repository, so the repository must be ours.
     """
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or not (Path(top) / "src" / "sparse_bitnet" / "__init__.py").is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with an option is said in one line."""
+"""An invalid option is reported in one line that names it."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Config:
     by looking."""
 
     kind: Literal["a", "b"] = "a"
-    """Which."""
+    """Kind of the thing."""
 
     rate: float = 1.0
     """How fast
@@ -36,16 +36,16 @@ class Config:
     """The thing it is about."""
 
     name: str = "none"
-    """Which name."""
+    """Name of the thing."""
 
     prompt: str | None = None
-    """Which text."""
+    """Text to continue."""
 
     max_tokens: int = 1
     """How long."""
 
     words: tuple[str, ...] = ()
-    """Which words."""
+    """Words to use."""
 
     on: bool = True
     """Whether: 100 %."""

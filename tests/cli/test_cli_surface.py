@@ -94,7 +94,7 @@ LIGHT = "import sys; assert not {'torch', 'transformers'} & {*sys.modules}"
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> dict[tuple[str, ...], Done]:
-    """What commands of this module print, all of one process: those that need no torch come first."""
+    """Output of this module's commands, all from one process: those that need no torch run first."""
     light = [[command, "--help"] for command in sorted(COMMANDS)] + [["models"]]
     light += [arguments for arguments, _ in [*BAD_INPUT[:5], *BAD_OPTIONS]]
     commands = [["sparse-bitnet", *arguments] for arguments in light]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs where only the core is installed: no torch, no transformers."""
+"""Commands and classes that work with only the core installed: no torch, no transformers."""
 
 import os
 import re

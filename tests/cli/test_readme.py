@@ -165,7 +165,7 @@ ELSEWHERE = {
     "a port, a terminal or a chat model; tests/serve and examples/ have them": r" serve| chat |--chat",
     "more words to be a command": r"(COMMAND --help|distill|pack|max-restarts)$",
 }  # fmt: skip
-"""What commands of the pages that are not run as they stand need: patterns of commands."""
+"""Reasons why commands in the pages are not run as they stand, and patterns of these commands."""
 GIVEN = {"RUN": "run", "CHECKPOINT": "run", "CHECKPOINT...": "run", "PACKED": "packed", "2000": "2"}
 GIVEN |= {
     "TEACHER": "run/final",
@@ -174,7 +174,7 @@ GIVEN |= {
     "TEXT": "book.txt",
     "held-out.txt": "book.txt",
 }
-"""What stands for the names in them."""
+"""Names in the commands -> the files that replace them here."""
 MAKE = """
 sparse-bitnet export run folder --to compressed-tensors-w8a8
 sparse-bitnet export run gguf --to gguf-tq2_0

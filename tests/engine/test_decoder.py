@@ -144,7 +144,7 @@ def attention_of_codes(
     scaling: float,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What the engine computes with pages of 64 tokens in codes, all at once: [1, heads, tokens, dim]."""
+    """Return attention as the engine computes it on pages of 64 tokens: [1, heads, tokens, dim]."""
     group, tokens, page = query.shape[1] // key.shape[1], query.shape[2], 64
     turn = hadamard(query.shape[-1]) if bits == 4 else torch.eye(query.shape[-1])
     q, q_scale = codes_of(query * scaling * np.log2(np.e) @ turn, 8)

@@ -38,7 +38,7 @@ EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured here is short, and remembered nowhere else."""
+    """Keep measurements short, and their results out of the user's cache."""
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(weights, "_BYTES", 1 << 20)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU engine refuses to load, each with one line that says why."""
+"""Models that the CPU engine refuses to load, each with one line that says why."""
 
 import json
 import os
@@ -201,7 +201,7 @@ ROPE_FIELDS = st.fixed_dictionaries(
 )
 @given(data=st.data())
 def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.DataObject) -> None:
-    """What is read keeps to the limits of the C++ decoder."""
+    """A config that is read keeps to the limits of the C++ decoder."""
     config = json.loads((original / "config.json").read_text())
     if data.draw(st.booleans()):
         config["rope_parameters"] = data.draw(ROPE_FIELDS)

@@ -32,7 +32,8 @@ VECTORS = (
 
 
 def plan_of(folder: Path, kv_cache: str) -> str:
-    """What selftest.cpp reads, in its order: sizes, where in the file each tensor lies, what to write."""
+    """Return the input of selftest.cpp, in its order: sizes, the place of each tensor in the file, what
+    to write."""
     model = open_engine_model(folder)
     shape, file, pattern = model.architecture, model.file, model.metadata.pattern
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which folder a name stands for, and text that the checkpoint cannot score."""
+"""Names of held-out text, and text that the checkpoint cannot score."""
 
 import json
 import shutil

@@ -115,5 +115,5 @@ def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def python_text() -> str:
-    """What the checkpoints were trained on."""
+    """The text that the checkpoints were trained on."""
     return TEXT

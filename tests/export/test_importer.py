@@ -52,7 +52,7 @@ def test_masters_give_back_exactly_their_codes_and_scale(
 
 
 def test_of_a_remembered_format_the_pattern_counts(checkpoint: Path, tmp_path: Path) -> None:
-    """What its training registered, readers need not have."""
+    """Readers of an export need not have the functions that its training registered."""
     export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet"))
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text()) | {"sparse_bitnet_format": "ternary-6:8,quantizer=mine"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine runs what, and that the CPU engine's way imports no torch."""
+"""The engine that is chosen for each model; the CPU engine's path imports no torch."""
 
 import json
 import shutil

@@ -91,7 +91,7 @@ def test_foreign_models_are_scored(
 
 @pytest.fixture
 def hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the hub was asked for; it has one model, owner/name, with a branch `old`."""
+    """Requests to the hub; it has one model, owner/name, with a branch `old`."""
     asked: list[str] = []
     folder = tmp_path / "hub"
     folder.mkdir()

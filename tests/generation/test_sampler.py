@@ -20,7 +20,7 @@ from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 
 class Processors(GenerationMixin):
-    """Which processors transformers' `generate` applies, and in which order."""
+    """The processors that transformers' `generate` applies, in its order."""
 
     config = SimpleNamespace(is_encoder_decoder=False)
 
@@ -37,7 +37,7 @@ class Processors(GenerationMixin):
 
 
 def theirs(logits, seen, options):
-    """What transformers' `generate` makes of the logits, float32 [vocab_size] with -inf."""
+    """Return the logits that transformers' `generate` samples from, float32 [vocab_size] with -inf."""
     ids = torch.tensor([seen], dtype=torch.long)
     return Processors().of(options)(ids, torch.from_numpy(logits.copy())[None])[0].numpy()
 

@@ -15,7 +15,7 @@ DRIVER = Path(__file__).parent / "isa_driver.cpp"
 
 
 def summary(printed, record_property):
-    """What the driver says in the end; before that it lists the instruction sets that it ran."""
+    """Return the driver's last line; the lines before it list the instruction sets that it ran."""
     *covered, differences = printed.splitlines()
     for isa in covered:
         record_property("isa", isa)

@@ -52,7 +52,8 @@ def test_other_threads_take_part():
 
 
 def test_a_thread_has_a_stretch_of_its_own():
-    """What its first piece and its last have between them is its own, but for what others took over."""
+    """A thread computes everything between its first and its last piece, except pieces that others took
+    over."""
     pool = _cpu.ThreadPool(2)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

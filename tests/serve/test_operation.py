@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators ask for: ids, logs, pages elsewhere, tokens of a text, clients that read nothing."""
+"""Features for operators: request ids, logs, CORS, token counts, clients that stop reading."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server does when it is too much: full queues, large bodies, clients that leave, the end."""
+"""Behaviour under overload and at the end: full queues, large bodies, clients that leave, shutdown."""
 
 import concurrent.futures
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server refuses, seen as plain HTTP: status, parameter and code of every error object."""
+"""Refused requests over plain HTTP: status, parameter and code of every error object."""
 
 import json
 

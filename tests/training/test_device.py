@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run sets of torch before it begins."""
+"""Settings of torch that a run makes before it begins."""
 
 import platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run folder takes, refuses, and is left as by a command that fails."""
+"""Folders that a run accepts or refuses, and their state after a command that fails."""
 
 import dataclasses
 import errno

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one registers oneself: in text forms, in training, in checkpoints, in packed files."""
+"""Functions registered by users: in text forms, in training, in checkpoints, in packed files."""
 
 import json
 import sys

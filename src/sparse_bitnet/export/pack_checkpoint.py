@@ -57,7 +57,7 @@ PACKED_HELD = (
 
 
 class PackedSize(NamedTuple):
-    """What a packed checkpoint holds, and its sizes in bytes."""
+    """Contents of a packed checkpoint, and its sizes in bytes."""
 
     metadata: PackedMetadata
     weight_bytes: int
@@ -82,11 +82,11 @@ def pack_checkpoint(
         source: run folder or model folder of a ternary model, or an open `Checkpoint`.
         out: folder to write; must not exist or be empty.
         format: a name in `formats.FORMATS`, or "auto" (`formats.AUTO_FORMAT`).
-        embeddings: "bf16", "int8" (one scale a row), "float32" to keep them as trained, "ternary" if they
-            are; "auto" is ternary if they are, else bf16.
+        embeddings: "bf16", "int8" (one scale per row), "float32" (as trained) or "ternary" (only for
+            ternary ones); "auto" is ternary if they are, else bf16.
         progress: called with (weights done, weights in all) after every layer.
 
-    Raises `UserError` for a source that cannot be packed or read, a format that does not hold its
+    Raises `UserError` for a source that cannot be packed or read, a format that does not support its
     layers, an `out` that is in use, or a full disk. Nothing is then left behind.
     """
     if embeddings not in ("auto", *EMBEDDINGS):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer, and what turns a model's linear layers into it."""
+"""`SparseBitLinear`, and the conversion of a model's linear layers to it."""

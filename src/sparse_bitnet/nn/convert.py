@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model of `nn.Linear` to one of `SparseBitLinear`, in place, and what is done to all its layers.
+"""Converts a model's linear layers to `SparseBitLinear` in place, and acts on all converted layers.
 
-`convert_` finds linear layers under any of their names, and fused experts.
+`convert_` recognises linear layers under any of their class names, and fused experts.
 """
 
 import warnings
@@ -38,24 +38,25 @@ def convert_(
     *,
     calibration: Iterable[Tensor] | None = None,
 ) -> Model:
-    """Replace linear layers by `SparseBitLinear`, sharing their parameters; returns `model`.
+    """Replace linear layers by `SparseBitLinear` in place, sharing their parameters; return `model`.
 
     Args:
         model: a transformers model or any module made of `nn.Linear`.
-        config: the format of every converted layer, or its text, such as "ternary-6:8".
+        config: format of every converted layer, or its text form, such as "ternary-6:8".
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
-            experts. By default every one of the blocks, never an embedding, an output head or a weight
-            tied to one. The config's `dense_layers` stay as they are in either case.
-        calibration: token ids, int64 [batch, sequence] each: text whose inputs scores as `wanda` take
-            from the model as it was, so that it is pruned without training.
+            experts. Default: all in the blocks, but never an embedding, an output head or a weight tied
+            to one. The config's `dense_layers` stay dense in either case.
+        calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
+            inputs of the unconverted model on them, so that it can be pruned without training.
 
-    A layer already converted takes the new config; a layer that stands at several places stays one. The
-    weights of GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser afterwards.
-    A warning names what stays as it is without `filter_fn`. A transformers model's config gets the
+    A converted layer gets the new config; a layer used in several places stays shared. The weights of
+    GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser afterwards. Without
+    `filter_fn` a warning names weights that stay dense. A transformers model's config gets the
     `quantization_config` with which it saves and loads.
 
-    Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer, most
-    matrix weights would stay, or `model` is itself a linear layer; the model is then unchanged.
+    Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer,
+    most matrix weights would stay dense, or `model` is itself a linear layer; the model is then
+    unchanged.
     """
     if isinstance(config, str):
         config = SparseBitConfig.parse(config)
@@ -117,7 +118,7 @@ def convert_(
 
 
 def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
-    """Raise `UserError`, naming the layer, when the format does not take rows of `width` weights."""
+    """Raise `UserError`, naming the layer, if the format does not support rows of `width` weights."""
     config.pattern.check_divides(width, name)
     try:
         if not config.is_plain:
@@ -130,8 +131,9 @@ def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
 
 
 def _tell_what_stays(model: nn.Module, owners: set[nn.Module], dense: set[nn.Module]) -> None:
-    """Warn of weight matrices, or stacks of them, in the blocks that are neither converted nor `dense`;
-    refuse when they are most. Embeddings, convolutions and norms are none."""
+    """Warn about weight matrices, or stacks of them, in the blocks that are neither converted nor
+    `dense`; raise `UserError` if they hold most weights. Embeddings, convolutions and norms do not
+    count."""
     in_blocks, sizes, total = _in_blocks(model), dict[str, int](), 0
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
@@ -174,7 +176,8 @@ def _in_blocks(model: nn.Module) -> FilterFn:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer by another name at most, its weight not computed (pruned)."""
+    """Whether the module is a linear layer, under whatever class name, whose weight is not itself
+    computed."""
     known = isinstance(module, SparseBitLinear) or type(module) is nn.Linear
     known = known or _class_name(module) in (_CONV1D, *_LINEAR)
     return known and isinstance(module.weight, nn.Parameter)
@@ -193,7 +196,8 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
-    """Return what stands for a linear layer, with its very parameters, or for experts, with new ones."""
+    """Return the replacement of a linear layer, with the same parameters, or of experts, with new
+    ones."""
     if is_fused_experts(module):
         return SparseBitExperts(module, config, name)
     linear = module
@@ -204,7 +208,7 @@ def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
 
 
 class SparseBitExperts(nn.Module):
-    """Gated experts whose matrices are layers of their own, each with its own scale.
+    """Gated experts whose matrices are separate layers, each with its own scale.
 
     Expert e has `gate_up` (gate and up projection, one matrix) and `down`.
     """
@@ -227,8 +231,8 @@ class SparseBitExperts(nn.Module):
         self.train(experts.training)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum over the experts of each token, `top_k_index` [tokens, k], times their `top_k_weights`;
-        `hidden` and the result are [tokens, hidden]."""
+        """Return the sum of each token's experts, `top_k_index` [tokens, k], times their
+        `top_k_weights`; `hidden` and the result are [tokens, hidden]."""
         result = torch.zeros_like(hidden)
         for index in range(self.experts):
             expert: Any = self.get_submodule(str(index))
@@ -258,10 +262,11 @@ def input_norms(
     config: SparseBitConfig,
     batches: Iterable[Tensor],
 ) -> dict[str, Tensor]:
-    """Return the root mean square of each input feature of `layers`, by full name, that the text reaches.
+    """Return the root mean square of each input feature, by full name, of all `layers` that some token
+    reaches.
 
-    The transform of the format, if any, comes first. Raises `UserError` for text that is empty, and
-    where an input is not finite.
+    The transform of the format, if any, comes first. Raises `UserError` for empty calibration data, and
+    for an input that is not finite.
     """
     inputs = InputQuantizer(config)
     squares: dict[str, Tensor] = {}
@@ -281,7 +286,7 @@ def input_norms(
             model(input_ids=batch.to(device))
     if not any(tokens.values()):
         raise UserError("convert_: the calibration text is empty")
-    # No token reaches some, an expert that is never chosen for one.
+    # No token reaches some layers, for example an expert that is never chosen.
     norms = {name: (squares[name] / n).sqrt().float() for name, n in tokens.items() if n}
     for name, norm in norms.items():
         if not torch.isfinite(norm).all():
@@ -291,7 +296,7 @@ def input_norms(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode inside; afterwards each of its modules is in its own again."""
+    """Put the model in evaluation mode inside; afterwards each of its modules is in its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -302,7 +307,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
-    """The entry of a transformers config.json: method, version, format, and what stays dense."""
+    """Return the entry of a transformers config.json: method, version, format, and the dense layers."""
     dense = [
         name
         for name, module in model.named_modules()
@@ -318,7 +323,7 @@ def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
-    """Every `SparseBitLinear` by full name, in the order of `named_modules`."""
+    """Return every `SparseBitLinear` by full name, in the order of `named_modules`."""
     return {
         name.replace("_orig_mod.", ""): module
         for name, module in model.named_modules()
@@ -330,15 +335,16 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
 def selected(
     model: nn.Module | Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[None]:
-    """Compute mask and codes of a model's layers, or of these, once for every forward inside the block.
+    """Make all forwards inside the block share one selection of masks and codes.
 
-    Put it around the micro-batches of one optimiser step (and their activation recomputation), around
-    an evaluation or around `generate`. Weights must not change inside: a layer whose weight does,
-    except through `.data`, selects anew in every forward. Nested use is a no-op. In evaluation mode the
-    masks and flip counts of the training steps are left as they were.
+    Put it around the micro-batches of one optimiser step (and their activation recomputation), around an
+    evaluation or around `generate`. Do not change weights inside: a layer whose weight changes, except
+    through `.data`, selects again in every forward. Nested use has no effect. In evaluation mode the
+    masks and flip counts of the training steps stay unchanged.
 
-    What a score adds to the gradient, and the norms of inputs that it follows, are reckoned where the
-    block ends; `reduce` sums the latter over processes with other inputs.
+    When the block ends, a score's extra gradient is added and the input norms that it follows are
+    updated; `reduce` sums these over processes with other inputs. `model` may also be some of the
+    layers.
     """
     every = sparse_layers(model).values() if isinstance(model, nn.Module) else model
     layers = [layer for layer in every if not layer.is_selected]
@@ -355,15 +361,15 @@ def selected(
 def end_step_(
     layers: Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """`SparseBitLinear.end_step_` of all layers that are still selected, in training mode, once."""
+    """Call `SparseBitLinear.end_step_` once for all layers that are selected and in training mode."""
     for layer in layers:
         if layer.training and layer.is_selected and not layer.config.is_plain:
             layer.end_step_(reduce)
 
 
 def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float = 1.0) -> None:
-    """How many weights of a group the next steps keep (None: the pattern's; all of them: no mask, as
-    before a sparse phase), and the share of quantised values in their forwards."""
+    """Set how many weights of a group the next steps keep (None: the pattern's n; m: no mask, as before
+    a sparse phase), and the share of quantised values in their forwards."""
     for layer in layers:
         layer.kept, layer.blend = kept, blend
 
@@ -371,13 +377,13 @@ def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float
 def set_integer_forward_(model: nn.Module, integer: bool) -> None:
     """Compute the forward products of all layers in int8 with int32 sums, or in floats (the default).
 
-    Raises `UserError`, naming the layer, when one has no int8 operands of one scale to multiply.
+    Raises `UserError`, naming the layer, when one does not multiply int8 operands of one scale.
     """
     layers = sparse_layers(model)
     for name, layer in layers.items() if integer else ():
         config = layer.config
         has_codes = (config.weight, config.activation) == ("ternary", "int8")
-        # What a registered quantiser gives shows only in a weight.
+        # Only trying a registered quantiser shows how many scales it returns.
         rows = torch.zeros(2, layer.in_features)
         one_scale = not config.variant("schedule").blends and (
             config.is_plain or select(rows, config).value is None

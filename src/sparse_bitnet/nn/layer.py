@@ -34,11 +34,12 @@ from sparse_bitnet.variants.registry import Matrix
 Layer = TypeVar("Layer", bound=nn.Linear)
 
 _NORM_MEMORY = 0.9
-"""Weight of the norms so far against those of a step's inputs."""
+"""Weight of the running input norms; the norms of the last step get the rest."""
 
 
 class KeepsBufferTypes(nn.Module):
-    """Its own buffers keep their type, and their bits, when `half` or `to` gives the weights another."""
+    """A module whose own buffers keep type and bits when `half` or `to` gives the weights another
+    type."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         held = dict(self.named_buffers(recurse=False))
@@ -76,17 +77,17 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         self.kept: int | None = None
         self.blend = 1.0
         self.integer_forward = False
-        # What `select_` made, for which state of the weight; scale and state at the last selection of a
+        # The result of `select_`, and the weight's state then; scale and state at the last selection of a
         # frozen weight.
         self.current: Selection | None = None
         self._made_for: tuple[int, int, int] | None = None
         self._frozen: tuple[Tensor | None, Any] = (None, None)
-        # Of the last training step: the mask as `pack_mask` gives it, and how many positions changed.
+        # From the last training step: the mask as `pack_mask` gives it, and how many positions changed.
         self.mask_words: Tensor | None = None
         self.mask_flips: Tensor | None = None
         self.inputs = InputQuantizer(config)
         sees = config.variant("score").sees_inputs
-        # Root mean square of each input feature, zeros before the first; squares and tokens since then.
+        # Root mean square of each input feature, at first zeros; sums of squares and tokens since then.
         norm = torch.zeros(in_features, device=device, dtype=torch.float32) if sees else None
         seen = torch.zeros(in_features + 1, device=device, dtype=torch.float32) if sees else None
         self.register_buffer("input_norm", norm)
@@ -97,26 +98,27 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @property
     def dense_phase(self) -> bool:
-        """Whether steps keep every weight whatever the pattern."""
+        """Whether steps keep every weight, regardless of the pattern."""
         return self.kept == self.config.pattern.m
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
-        """A layer that owns the very parameters of `linear` (no copy, ties are kept)."""
+        """Return a layer that shares the parameters of `linear` (no copy, ties are kept)."""
         layer = cls(
             linear.in_features, linear.out_features, device="meta", config=config, name=name
         )
         return _adopt_parameters(layer, linear)
 
     def to_linear(self) -> nn.Linear:
-        """An ordinary layer that owns the very parameters of this one."""
+        """Return an ordinary layer that shares the parameters of this one."""
         return _adopt_parameters(
             nn.Linear(self.in_features, self.out_features, device="meta"), self
         )
 
     @property
     def mask(self) -> Tensor | None:
-        """bool [out_features, in_features] of the last selection, see `select_`; None without one."""
+        """The bool mask [out_features, in_features] of the last selection, see `select_`; None without
+        one."""
         current = self.current
         if current is not None and current.mask is not None:
             return current.mask
@@ -141,8 +143,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return selection
 
     def _watch_frozen(self, scale: Tensor | None) -> None:
-        """Warn when a frozen ternary weight was written to, as merging an adapter (LoRA) does: what
-        was learnt in full precision is rounded to ternary codes from then on."""
+        """Warn when a frozen ternary weight changes, as when an adapter (LoRA) is merged: its
+        full-precision update is rounded to ternary codes from then on."""
         if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # a comparison would wait for the device, which a capture does not allow
         (before, state), held = self._frozen, self.weight
@@ -201,8 +203,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         """Whether forwards use the result of `select_`.
 
         False once the weight has been replaced or written to (except through `.data`), or an optimiser
-        has made a step: a selection left behind (by a step that raised, say) never meets another weight.
-        Compiled code cannot look and trusts the caller.
+        has made a step: a selection left behind, for example by a step that raised, is never used with
+        another weight. Compiled code cannot check this and trusts the caller.
         """
         if self.current is None or torch.compiler.is_compiling():
             return self.current is not None
@@ -212,12 +214,12 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         before = self.weight.device, self.weight.dtype
         super()._apply(fn, recurse)
         if (self.weight.device, self.weight.dtype) != before:
-            # It selects again, and counts flips from then on.
+            # The layer selects again, and counts flips from then on.
             self.current = self.mask_words = self.mask_flips = None
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]; computes in the autocast dtype if one is set."""
+        """Compute [..., in_features] -> [..., out_features], in the autocast dtype if one is set."""
         selection = self.current if self.is_selected else None
         if selection is None:
             selection = self.select()
@@ -244,7 +246,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return F.linear(self.inputs.fake_quantize(x, selection.blend), weight, self.bias)
 
     def _taken(self, input: Tensor) -> Tensor:
-        """Return the transformed input, to be quantised; adds to the norms if the score needs them."""
+        """Return the transformed input, to be quantised; update the norms if the score needs them."""
         x = self.inputs.transform(input)
         if self._seen is not None and self.training and torch.is_grad_enabled():
             tokens = x.detach().float().reshape(-1, x.shape[-1])
@@ -254,7 +256,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @torch.no_grad()
     def end_step_(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        """After the backwards of a step: what the format adds to the gradient, and the inputs' norms.
+        """After the backward passes of a step, add the score's extra gradient and update the input
+        norms.
 
         Args:
             reduce: sums a tensor over the processes whose inputs count together.
@@ -274,11 +277,12 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         self._seen.zero_()
 
     def _own_gradient(self) -> Tensor | None:
-        """That of the rows that `select` sees, as it is stored."""
+        """Return the gradient of the rows that `select` sees, as it is stored."""
         return self.weight.grad
 
     def _gradient_mask(self, selection: Selection, weight: Tensor) -> Tensor | None:
-        """Bool [out_features, in_features]: where the weight gets its gradient; None is everywhere."""
+        """Return where the weight gets its gradient, bool [out_features, in_features]; None:
+        everywhere."""
         kept = selection.mask if self.config.mask_gradient == "masked" else None
         if self.config.ste == "clipped":
             assert selection.weight_scale is not None

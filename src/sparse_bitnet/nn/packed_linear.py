@@ -21,9 +21,9 @@ from sparse_bitnet.packing.ternary import TernaryWeight
 class PackedSparseBitLinear(KeepsBufferTypes):
     """Inference form of a `SparseBitLinear`; its output equals that layer's bit for bit.
 
-    Buffers: `weight_packed` uint8, `weight_scale` float32 [1], [out_features, 1] or
-    [out_features, groups]; `bias` is a parameter or None. The
-    codes (int8 [out_features, in_features]) are decoded from the bytes by `decode_`.
+    Buffers: `weight_packed` uint8; `weight_scale` float32 [1], [out_features, 1] or [out_features,
+    groups]. `bias` is a parameter or None. `decode_` decodes the codes (int8 [out_features,
+    in_features]) from the bytes.
     """
 
     weight_packed: Tensor

@@ -61,21 +61,21 @@ def select(
     words: bool = False,
     previous: Tensor | None = None,
 ) -> Selection:
-    """Mask, ternary codes and scale of a master weight [out_features, in_features].
+    """Return mask, ternary codes and scale of a master weight [out_features, in_features].
 
     Args:
         weight: the master; with `weight_scale` or `matrix` it may be some rows of a matrix.
         config: the format.
-        kept: of every m weights in this step, instead of the pattern's n; with m (the first phase of
-            dense-to-sparse) the mask is all ones, so the flips of the first sparse step are counted
-            against it.
-        blend: share of the quantised values in the forward's, the rest is full precision.
-        matrix: what registered functions may ask for; by default the weight's own.
-        weight_scale: float32 scalar, instead of the weight's own (of absmean only).
-        words: where one pass gives it, the mask as `mask_words`, flips against `previous` included.
+        kept: number of every m weights kept in this step, instead of the pattern's n; with m (the first
+            phase of dense-to-sparse) the mask is all ones, and the flips of the first sparse step are
+            counted against it.
+        blend: share of the quantised values in the forward; the rest is full precision.
+        matrix: passed to registered functions that have this parameter; by default the weight's own.
+        weight_scale: float32 scalar, instead of the weight's own (absmean only).
+        words: if one pass gives it, return the mask as `mask_words`, with the flips against `previous`.
         previous: `mask_words` of the step before.
 
-    Raises `UserError` for what a registered function returns in another form than it should.
+    Raises `UserError` if a registered function returns another shape, type or value than it should.
     """
     weight = weight.detach()
     prunes = not config.pattern.is_dense
@@ -135,8 +135,8 @@ def _select_registered(
 def _quantized(
     quantizer: Variant, weight: Tensor, mask: Tensor | None, matrix: Matrix
 ) -> tuple[Tensor, Tensor]:
-    """int8 codes, zero where the mask prunes, and the float32 scale."""
-    matrix.asked = False  # by a score, perhaps
+    """Return int8 codes, zero where the mask prunes, and the float32 scale."""
+    matrix.asked = False  # a score may have set it
     codes, scale = quantizer.call(weight, mask, matrix=matrix)
     rows, in_features = weight.shape
     scale = scale.float()
@@ -155,7 +155,7 @@ def _quantized(
     checked = quantizer.is_foreign and not torch.compiler.is_compiling()
     if checked and not (codes.abs() <= 1).all():
         raise UserError(f"quantizer {quantizer.text}: its codes are not -1, 0 and 1")
-    # A process that holds one row only has a scale of several all the same.
+    # A process that holds one row has one scale per row all the same.
     one = scale.numel() == 1 and not is_part
     return codes if mask is None else codes * mask, scale.view(()) if one else scale
 
@@ -175,7 +175,7 @@ def _as_magnitudes(score: Tensor) -> Tensor:
 
 
 def spread_scale(scale: Tensor, in_features: int) -> Tensor:
-    """A scale in a form that multiplies [rows, in_features]."""
+    """Return a scale in a shape that multiplies [rows, in_features]."""
     if scale.dim() < 2 or scale.shape[1] in (1, in_features):
         return scale
     return scale.repeat_interleave(in_features // scale.shape[1], 1)
@@ -185,15 +185,15 @@ optimizer_steps = 0
 
 
 def state_of(weight: Tensor) -> tuple[int, int, int]:
-    """Return what changes whenever the values of `weight` may have: its identity, its version, and the
-    number of optimiser steps, as fused ones write weights without a new version."""
+    """Return a value that changes whenever the values of `weight` may have: its identity, its version,
+    and the number of optimiser steps, since fused optimisers write weights without a new version."""
     version = 0 if weight.is_inference() else weight._version  # inference tensors keep none
     return id(weight), version, optimizer_steps
 
 
 @cache
 def watch_optimizers() -> None:
-    """Count the steps of all optimisers from here on, for `state_of`."""
+    """Count the steps of all optimisers from now on, for `state_of`."""
 
     def count(*_: Any) -> None:
         global optimizer_steps

@@ -3,7 +3,7 @@
 
 The forward uses the mask, the codes, or both; the backward gives the master the gradient of the
 effective weight, pruned positions included (dual straight-through estimator, paper section 2.3). A
-`gradient_mask` (bool, shape of the weight) limits it to some positions; None is everywhere.
+`gradient_mask` (bool, shape of the weight) limits it to some positions; None means everywhere.
 """
 
 import torch
@@ -20,13 +20,15 @@ from sparse_bitnet.packing.two_bits import unpack_codes
 
 
 def fake_quantize_ternary(weight: Tensor) -> Tensor:
-    """The ternary weight as floats of the dtype of `weight`; the gradient is the identity."""
+    """Return the ternary weight, codes times scale, in the shape and dtype of `weight`; the gradient is
+    the identity."""
     codes, scale = quantize_ternary(weight)
     return straight_through(weight, (codes * scale).to(weight.dtype))
 
 
 def fake_quantize_int8(x: Tensor) -> Tensor:
-    """The int8 activation as floats of the dtype of `x`; the gradient is the identity."""
+    """Return the int8 activation, codes times scale, in the shape and dtype of `x`; the gradient is the
+    identity."""
     codes, scale = quantize_int8(x)
     return straight_through(x, (codes * scale).to(x.dtype))
 
@@ -43,7 +45,8 @@ class InputQuantizer:
         return self.variant.call(x, hook="transform") if self.variant.has("transform") else x
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """int8 [..., features] and float32 [..., 1]; None with int8, which the products do themselves."""
+        """Return int8 [..., features] and float32 [..., 1]; None with int8, which the products quantise
+        themselves."""
         if self.name == "int8":
             return None
         codes, scale = self.variant.call(x.detach())
@@ -55,8 +58,8 @@ class InputQuantizer:
         return codes, scale.float()
 
     def fake_quantize(self, x: Tensor, blend: Tensor | None = None) -> Tensor:
-        """The quantised values as floats of the dtype of `x`, or that share of them; the gradient is the
-        identity."""
+        """Return the quantised values as floats of the dtype of `x`, or blended with `x`; the gradient
+        is the identity."""
         if self.name == "none":
             return x
         codes, scale = self.codes(x) or quantize_int8(x)
@@ -67,8 +70,8 @@ class InputQuantizer:
 
 
 def straight_through(latent: Tensor, value: Tensor, gradient_mask: Tensor | None = None) -> Tensor:
-    """`value`, which needs no gradient, in the forward pass; the identity onto `latent` in the backward
-    pass, where `gradient_mask` lets it.
+    """Return `value`, which needs no gradient; the backward pass is the identity onto `latent`, limited
+    to `gradient_mask`.
 
     Exact in both directions, unlike `latent + (value - latent).detach()`, which rounds twice.
     """
@@ -86,24 +89,24 @@ def ternary_int8_linear(
     integer: bool = False,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """int8 x ternary product, scaled once at the end: what integer hardware computes.
+    """Multiply int8 activations by ternary codes and scale once at the end, as integer hardware does.
 
     Args:
         x: float [..., in_features], quantised to int8 per token unless `quantized` is given.
         weight: the master that gets the gradient, [out_features, in_features].
         bias: [out_features] or None; not quantised.
-        codes: int8 [out_features, in_features] in {-1, 0, 1}, masked; or uint8, the same as
-            `pack_codes` packs them (a sharded model's: only those bytes live until the backward).
+        codes: int8 [out_features, in_features] in {-1, 0, 1}, masked; or uint8, the same from
+            `pack_codes` (in a sharded model, only those bytes live until the backward).
         weight_scale: float32 scalar.
-        integer: multiply int8 operands into int32 sums (`int8_linear`) instead of floats that hold
-            the integers. In float32 both give the same bits; in 16-bit types the float product
-            rounds its sums once more.
+        integer: multiply int8 operands into int32 sums (`int8_linear`) instead of floats that hold the
+            integers. In float32 both give the same bits; in 16-bit types the float product rounds its
+            sums once more.
         quantized: int8 codes [..., in_features] and float32 scale [..., 1] of `x`, quantised otherwise.
 
     Returns [..., out_features] in the autocast dtype, else the dtype of `x`. Both operands hold small
     integers, exact in bfloat16, and their sums stay below 2**24, so a float32 accumulator gives the
-    integer result whatever the order of summation. int8 activations are saved for the backward pass,
-    a quarter of what float32 ones take.
+    integer result whatever the order of summation. The backward pass needs int8 activations, a quarter
+    of float32 ones.
     """
     x_codes, activation_scale = quantized or (None, None)
     return _TernaryInt8Linear.apply(
@@ -118,8 +121,8 @@ def several_scales_linear(
     weight_scale: Tensor,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`ternary_int8_linear` for scales [out_features, 1 or groups], without a gradient: int32 sums of
-    each run, as the engine has them."""
+    """Do `ternary_int8_linear` for scales [out_features, 1 or groups], without a gradient: int32 sums of
+    each run, as in the engine."""
     x_codes, activation_scale = quantized or quantize_int8(x)
     scale = weight_scale.view(-1) if weight_scale.shape[1] == 1 else weight_scale
     return int8_linear_reference(x_codes, activation_scale, codes, scale, bias, _output_dtype(x))

@@ -2,8 +2,8 @@
 """How an op gets its implementations, and which kernels are in use and why.
 
 An op is defined by plain PyTorch, for every device, and may have a compiled kernel for CPUs and one for
-CUDA. SPARSE_BITNET_KERNEL chooses: "auto" (the default) takes what there is, "reference" the plain
-PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error.
+CUDA. SPARSE_BITNET_KERNEL chooses: "auto" (the default) uses a kernel if there is one, "reference" the
+plain PyTorch code, "cpu" the compiled kernels or an error, "triton" the CUDA kernels or an error.
 """
 
 import importlib
@@ -50,10 +50,10 @@ def choice_of_kernel() -> str:
 
 @cache
 def cpu_kernels() -> "tuple[Kernels | None, str]":
-    """The compiled kernels that the ops use, None for the references; and the reason.
+    """Return the compiled kernels that the ops use (None: the references), and the reason.
 
-    Raises `UserError` when SPARSE_BITNET_KERNEL or SPARSE_BITNET_ISA asks for what this installation
-    or this machine does not have.
+    Raises `UserError` if this installation or machine does not have what SPARSE_BITNET_KERNEL or
+    SPARSE_BITNET_ISA names.
     """
     choice = choice_of_kernel()
     if choice == "reference":
@@ -81,7 +81,7 @@ def cpu_kernels() -> "tuple[Kernels | None, str]":
 
 @cache
 def triton_unavailable() -> str:
-    """Why the Triton kernels cannot run on this machine; empty where they can."""
+    """Return why the Triton kernels cannot run on this machine; "" if they can."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     if not torch.cuda.is_available():
@@ -95,7 +95,7 @@ def triton_unavailable() -> str:
 
 @cache
 def cusparselt_unavailable() -> str:
-    """Why 2:4 products cannot run on this machine; empty where they can."""
+    """Return why sparse 2:4 products cannot run on this machine; "" if they can."""
     if reason := triton_unavailable():
         return reason
     there = torch.backends.cusparselt.is_available()
@@ -103,7 +103,8 @@ def cusparselt_unavailable() -> str:
 
 
 def check_choice() -> None:
-    """Raise `UserError` when SPARSE_BITNET_KERNEL is no choice, or cannot be honoured here."""
+    """Raise `UserError` if SPARSE_BITNET_KERNEL has an unknown value, or one that this machine cannot
+    honour."""
     cpu_kernels()
     if choice_of_kernel() == "triton" and (reason := triton_unavailable()):
         raise UserError(f"SPARSE_BITNET_KERNEL=triton: {reason}")
@@ -140,13 +141,13 @@ def define(
 
     Args:
         schema: name, arguments and results, as torch writes them.
-        reference: plain PyTorch, for every device, and what kernels have to return.
+        reference: plain PyTorch for every device; it defines what kernels return.
         fake: shapes and dtypes of the results, for `torch.compile`; by default those of the reference.
-        takes: whether kernels take these arguments; others go to the reference.
-        cuda: the kernel for CUDA tensors, unless it is the function of the op's name in `ops.triton`.
-        cuda_unavailable: why that kernel cannot run here, empty where it can.
+        takes: whether kernels support these arguments; the reference computes the others.
+        cuda: the kernel for CUDA tensors; default: the function with the op's name in `ops.triton`.
+        cuda_unavailable: returns why that kernel cannot run here, "" if it can.
 
-    The compiled kernels' method of the op's name, where there is one, is that for CPUs. Returns the op.
+    If the compiled kernels have a method with the op's name, it is the kernel for CPUs. Returns the op.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -177,13 +178,13 @@ def define(
 
 
 def takes_values(tensor: Tensor) -> bool:
-    """Whether kernels take this weight or activation; the references take all."""
+    """Whether kernels support this weight or activation; the references support all."""
     fits = tensor.dtype in (*CPU_DTYPES, torch.float16)
     return fits and tensor.dim() > 0 and tensor.numel() > 0
 
 
 def takes_groups(weight: Tensor, n: int, m: int) -> bool:
-    """The same for a weight and a pattern."""
+    """Whether kernels support this weight with this pattern."""
     return takes_values(weight) and 1 <= n <= m <= MAX_GROUP and weight.shape[-1] % m == 0
 
 

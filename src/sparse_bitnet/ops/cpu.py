@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled CPU kernels (`sparse_bitnet._cpu`, source in csrc/) as implementations of our ops.
 
-Each returns what its reference returns, bit for bit, whatever the instruction set and the number of
-threads. Only `absmean` may differ from its reference, in the last bit, since it adds in another order;
-it is the same on every machine.
+Each returns what its reference returns, bit for bit, with any instruction set and number of threads.
+Only `absmean` may differ from its reference, in the last bit, since it adds in another order; its result
+is the same on every machine.
 """
 
 import torch
@@ -15,11 +15,11 @@ _DTYPES = {torch.float32: _cpu.Dtype.float32, torch.bfloat16: _cpu.Dtype.bfloat1
 
 
 class Kernels:
-    """The ops on the kernels of one instruction set, for inputs that the ops let through.
+    """Compiled kernels of one instruction set; the ops check the inputs first.
 
     Args:
-        isa: a name that `env` lists, such as "avx2"; default: what SPARSE_BITNET_ISA names, or the best.
-        threads: how many threads to use; by default as many as PyTorch does.
+        isa: a name that `env` lists, such as "avx2"; default: SPARSE_BITNET_ISA, else the best one.
+        threads: number of threads; by default as many as PyTorch uses.
 
     Raises `ValueError`, listing what this machine has, for an instruction set it lacks.
     """

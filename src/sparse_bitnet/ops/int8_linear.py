@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8 activations times ternary codes in int32, exactly, then scales and bias in float32.
 
-`sparse_int8_linear` is the same with a weight in 2:4 form, on NVIDIA's sparse tensor cores through
-cuSPARSELt, which is slower than a dense product for few tokens on some GPUs.
+`sparse_int8_linear` does the same with a weight in 2:4 layout, on NVIDIA's sparse tensor cores through
+cuSPARSELt. For few tokens it is slower than a dense product on some GPUs.
 """
 
 from functools import reduce
@@ -30,19 +30,19 @@ def int8_linear_reference(
     dtype: torch.dtype,
     ternary: bool = True,
 ) -> Tensor:
-    """x_codes @ codes.T in int32, times activation_scale * weight_scale, plus bias, rounded to `dtype`:
-    what every kernel returns, bit for bit.
+    """Return x_codes @ codes.T in int32, times activation_scale * weight_scale, plus bias, rounded to
+    `dtype`. Every kernel returns the same, bit for bit.
 
     Args:
         x_codes: int8 [..., in_features].
         activation_scale: float32 [..., 1].
         codes: int8 [out_features, in_features].
-        weight_scale: float32, one value or [out_features]. Here, and not in kernels, also
+        weight_scale: float32, one value or [out_features]. The reference alone also supports
             [out_features, groups], one for each run of in_features / groups weights: the runs are added
             up in ascending order, as csrc/packed_format.h has it.
         bias: [out_features] or None.
-        dtype: of the output; all before it is float32.
-        ternary: codes are in {-1, 0, 1}; else any int8, as a head's are.
+        dtype: of the output; everything before it is float32.
+        ternary: codes are in {-1, 0, 1}; else any int8, as in an output head.
 
     Returns [..., out_features]. No gradient flows.
     """
@@ -69,13 +69,13 @@ def integer_product(x_codes: Tensor, codes: Tensor, ternary: bool = True) -> Ten
 
 
 def compress_windows(expanded: Tensor) -> Tensor:
-    """The weight operand of `sparse_int8_linear`, for the device that `expanded` is on.
+    """Return the weight operand of `sparse_int8_linear`, for the device that `expanded` is on.
 
     Args:
         expanded: int8 [out_features, K'] of `window_expand`.
 
     Returns an opaque int8 matrix whose rows are out_features filled up to a multiple of 32. It depends
-    on device and library: made on loading, never saved.
+    on device and library, so make it on loading and never save it.
     """
     return torch.ops.sparse_bitnet.compress_windows(F.pad(expanded, (0, 0, 0, -len(expanded) % 32)))
 

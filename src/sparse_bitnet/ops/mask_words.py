@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks as one integer a group: how they are kept from step to step, stored and compared."""
+"""Masks as one integer per group: how they are stored from step to step and compared."""
 
 import torch
 from torch import Tensor
 
 
 def word_dtype(m: int) -> torch.dtype:
-    """Type of a group's mask: the smallest of uint8, int16 and int32 with m bits."""
+    """Return the type of a group's mask: the smallest of uint8, int16 and int32 with m bits."""
     return torch.uint8 if m <= 8 else torch.int16 if m <= 16 else torch.int32
 
 
 def pack_mask(mask: Tensor, m: int) -> Tensor:
-    """One integer a group, bit j set where its weight j is kept.
+    """Pack each group of a mask into one integer; bit j is set if weight j is kept.
 
     Args:
         mask: bool [..., in_features], in_features a multiple of m.
@@ -37,7 +37,7 @@ def unpack_mask(words: Tensor, m: int) -> Tensor:
 
 
 def count_flips(previous: Tensor, current: Tensor) -> Tensor:
-    """Positions where two masks of `pack_mask` differ, int64 scalar."""
+    """Return the number of positions where two masks of `pack_mask` differ, int64 scalar."""
     assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
     bits = (previous ^ current).contiguous().view(torch.uint8)
     # Ones of each byte: of pairs of bits, of fours, of all eight.
@@ -47,6 +47,12 @@ def count_flips(previous: Tensor, current: Tensor) -> Tensor:
 
 
 def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
-    """Share of positions where two bool masks differ, float64 scalar in [0, 1] (paper, eq. 6)."""
+    """Return the share of positions where two masks differ (paper, eq. 6).
+
+    Args:
+        previous, current: bool, of one shape.
+
+    Returns a float64 scalar in [0, 1].
+    """
     assert previous.shape == current.shape, (previous.shape, current.shape)
     return (previous ^ current).sum(dtype=torch.float64) / current.numel()

@@ -14,11 +14,11 @@ from sparse_bitnet.pattern import NMPattern
 
 
 def nm_mask(weight: Tensor, pattern: NMPattern) -> Tensor:
-    """The n largest |weight| of every group of m, ties to the lower index.
+    """Return the mask of the n largest |weight| of every group of m; ties go to the lower index.
 
     Args:
         weight: float tensor [..., in_features], in_features a multiple of m.
-        pattern: which n of m.
+        pattern: n:m.
 
     Returns a bool tensor of the same shape with exactly n ones in every group. No gradient flows.
 
@@ -42,10 +42,10 @@ def nm_mask_reference(weight: Tensor, n: int, m: int) -> Tensor:
 
 
 def _magnitude_keys(weight: Tensor) -> Tensor:
-    """Integers that order like |weight|: the bits of the absolute value.
+    """Return integers that order like |weight|: the bits of the absolute value.
 
-    Comparing integers gives a total order (NaN above infinity), the same one in every kernel, and it
-    is exact: no comparison depends on flush-to-zero modes.
+    Comparing integers gives a total order (NaN above infinity), the same one in every kernel, and it is
+    exact: no comparison depends on flush-to-zero modes.
     """
     if weight.dtype == torch.float64:
         return weight.abs().view(torch.int64)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 activations with one scale a token (absmax), as BitNet b1.58 defines them.
+"""int8 activations with one scale per token (absmax), as BitNet b1.58 defines them.
 
-They come in their own order, or in that of a pattern's 2:4 windows: the operand of `sparse_int8_linear`.
+Features keep their order, or are put into that of a pattern's 2:4 windows for `sparse_int8_linear`.
 """
 
 import torch
@@ -14,7 +14,8 @@ from sparse_bitnet.pattern import NMPattern
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per token: 127 / max(|x|) over the last dimension, maximum at least 1e-5.
+    """Quantise each token symmetrically to int8: x times 127 / max(|x|), the maximum being at least
+    1e-5.
 
     Args:
         x: float tensor [..., features].
@@ -33,13 +34,13 @@ def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_windows(x: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
-    """Int8 activations per token in the order of a pattern's windows.
+    """Quantise each token to int8, with features in the order of a pattern's windows.
 
     Args:
         x: float [..., in_features].
-        pattern: of the weights; see `windows.window_layout`.
+        pattern: the weights' pattern; see `windows.window_layout`.
 
-    Returns (int8 [..., K'], K' a multiple of 32, zeros in columns that fill up; float32 [..., 1]).
+    Returns (int8 [..., K'], K' a multiple of 32, with zeros in the added columns; float32 [..., 1]).
     """
     return torch.ops.sparse_bitnet.quantize_windows(x, pattern.n, pattern.m)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ternary codes of a weight as in BitNet b1.58: their scale, the mean magnitude of the matrix, and codes
-and N:M mask (as bools or as bits) in one pass over it.
+"""BitNet b1.58's ternary codes of a weight: their scale, the mean magnitude of the matrix, and codes
+with N:M mask (as bools or as bits) in one pass over it.
 
 Codes are computed in float32 whatever the type of the input, so a bfloat16 master and its float32 copy
-give the same ones.
+give the same codes.
 """
 
 import torch
@@ -16,12 +16,12 @@ from sparse_bitnet.packing.formats import SCALE_FLOOR
 
 
 def absmean(weight: Tensor) -> Tensor:
-    """mean(|weight|) over the whole matrix, at least 1e-5: the ternary weight scale.
+    """Return mean(|weight|) over the whole matrix, at least 1e-5: the ternary weight scale.
 
-    The sum is accumulated in float64 and rounded to float32 once, so that another order of summation
-    (threads, shards, kernels) gives another float32 only when the exact mean lies within about
-    numel * 2**-53 of a rounding boundary, relatively. An empty weight has the floor as its scale.
-    Returns a float32 scalar tensor without gradient.
+    The sum is accumulated in float64 and rounded to float32 once. Another order of summation (threads,
+    shards, kernels) therefore changes the float32 only if the exact mean lies within about numel *
+    2**-53 of a rounding boundary, relatively. The scale of an empty weight is 1e-5. Returns a float32
+    scalar tensor without gradient.
     """
     return torch.ops.sparse_bitnet.absmean(weight.detach())
 
@@ -32,7 +32,8 @@ def absmean_reference(weight: Tensor) -> Tensor:
 
 
 def abs_sum(weight: Tensor) -> Tensor:
-    """sum(|weight|), float64 scalar: what `absmean` is made of, for a matrix that lies in parts."""
+    """Return sum(|weight|), a float64 scalar, from which `absmean` is computed if a matrix lies in
+    parts."""
     # Row sums first: a float64 copy of a whole matrix would be twice its size.
     magnitudes = weight.abs()
     if weight.dim() > 1:
@@ -41,17 +42,17 @@ def abs_sum(weight: Tensor) -> Tensor:
 
 
 def mean_to_scale(total: Tensor, count: int | Tensor) -> Tensor:
-    """The float32 weight scale of `count` weights whose magnitudes sum to `total` (float64)."""
+    """Return the float32 weight scale of `count` weights whose magnitudes sum to `total` (float64)."""
     count = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
     return (total / count).float().clamp_min(SCALE_FLOOR)
 
 
 def quantize_ternary(weight: Tensor, weight_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """codes = clip(round_half_even(weight / weight_scale), -1, 1).
+    """Return ternary codes, clip(round_half_even(weight / weight_scale), -1, 1), and the scale.
 
     Args:
         weight: float tensor of any shape.
-        weight_scale: float32 scalar, positive; `absmean(weight)` when not given.
+        weight_scale: float32 scalar, positive; default: `absmean(weight)`.
 
     Returns (int8 codes of the shape of `weight`, float32 scalar scale).
     """
@@ -81,8 +82,8 @@ def select_ternary_reference(
 def select_ternary_bits_reference(
     weight: Tensor, weight_scale: Tensor, n: int, m: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int8 codes as of `select_ternary`, by whatever kernel that has, and the mask as of
-    `pack_mask`."""
+    """Return int8 codes as `select_ternary` does, with whichever kernel it has, and the mask as
+    `pack_mask` does."""
     codes, mask = select_ternary(weight, weight_scale, n, m)
     return codes, pack_mask(mask, m)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N:M codes in the 2:4 form of sparse tensor cores, and the activations in the order that goes with it.
+"""N:M codes in the 2:4 layout of sparse tensor cores, and the activations in the matching order.
 
-A group of m = 2k weights of which at most 2k - 2 are not zero splits into k - 1 windows of four at
-offsets 0, 2, 4, ..., each with at most two non-zeros: from left to right, every non-zero goes to the
-first window that holds its position and has room. So 6:8 becomes three windows, 12 columns for 8, and
-half of the 12 are computed: 0.75 of the dense multiply-adds. Patterns whose every aligned four weights
-already hold at most two non-zeros (2:4, 2:8, 1:m) pass through as they are.
+A group of m = 2k weights with at most 2k - 2 non-zeros splits into k - 1 windows of four at offsets 0,
+2, 4, ..., each with at most two non-zeros: from left to right, every non-zero goes to the first window
+that covers its position and has room. So 6:8 becomes three windows, 12 columns for 8, and half of the 12
+are computed: 0.75 of the dense multiply-adds. Patterns in which any aligned four weights hold at most
+two non-zeros (2:4, 2:8, 1:m) are used unchanged.
 """
 
 from typing import NamedTuple
@@ -41,9 +41,9 @@ class WindowLayout(NamedTuple):
 
 
 def window_layout(pattern: NMPattern) -> WindowLayout:
-    """How a pattern maps to 2:4.
+    """Return how a pattern maps to 2:4.
 
-    Raises `UserError`, naming the reason, for patterns that cannot: 7:8, 8:8, odd m with n > 1.
+    Raises `UserError` with the reason for patterns that do not: 7:8, 8:8, odd m with n > 1.
     """
     n, m = pattern.n, pattern.m
     if not pattern.is_dense and (n == 1 or (n == 2 and m % WINDOW == 0)):
@@ -59,7 +59,7 @@ def window_layout(pattern: NMPattern) -> WindowLayout:
 def gather_index(
     pattern: NMPattern, in_features: int, device: torch.device | None = None
 ) -> Tensor:
-    """Source column of every expanded column: int64 [K'], -1 for columns that fill up.
+    """Return the source column of every expanded column: int64 [K'], -1 for added columns.
 
     Args:
         pattern: one that `window_layout` accepts.
@@ -73,7 +73,7 @@ def gather_index(
 
 
 def window_expand(codes: Tensor, pattern: NMPattern, *, name: str = "(unnamed)") -> Tensor:
-    """Codes in 2:4 form: `expanded @ x[gather_index]` equals `codes @ x`, exactly.
+    """Return codes in 2:4 layout: `expanded @ x[gather_index]` equals `codes @ x`, exactly.
 
     Args:
         codes: int8 [rows, in_features], at most n non-zeros in every group of m.
@@ -82,7 +82,7 @@ def window_expand(codes: Tensor, pattern: NMPattern, *, name: str = "(unnamed)")
 
     Returns int8 [rows, K'], K' a multiple of 32.
 
-    Raises `UserError` for a pattern without 2:4 form and for codes outside the pattern.
+    Raises `UserError` for a pattern without 2:4 layout and for codes outside the pattern.
     """
     layout = window_layout(pattern)
     pattern.check_divides(codes.shape[1], name)
@@ -90,7 +90,7 @@ def window_expand(codes: Tensor, pattern: NMPattern, *, name: str = "(unnamed)")
     windows = codes.new_zeros(*grouped.shape[:2], layout.windows, WINDOW)
     used = torch.zeros(windows.shape[:3], dtype=torch.int8, device=codes.device)
     for position in range(layout.m):
-        # The code is zero once it is in its window.
+        # A code that has its window becomes zero here.
         code = grouped[:, :, position]
         for window in range(max(0, position // 2 - 1), min(layout.windows, position // 2 + 1)):
             here = torch.where(used[:, :, window] < 2, code, 0)

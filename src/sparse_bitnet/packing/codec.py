@@ -57,8 +57,8 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
         pattern: n:m.
         name: of the layer, for error messages.
 
-    Raises `UserError` for codes outside the pattern, for shapes that the format does not hold and, of
-    nm-sign, for groups with fewer non-zeros than the pattern allows.
+    Raises `UserError` for codes outside the pattern, for shapes that the format does not support and,
+    with nm-sign, for groups with fewer than n non-zeros.
     """
     array = _array(codes)
     if array.dtype != np.int8 or array.ndim != 2 or not array.size:
@@ -99,8 +99,8 @@ def unpack(
 ) -> Matrix:
     """Inverse of `pack`: int8 codes of `shape` [rows, in_features], on the CPU.
 
-    Raises `UserError`, naming the tensor, where the bytes have another size than the shape asks for
-    or are not what `pack` writes for any codes within the pattern.
+    Raises `UserError`, naming the tensor, if the number of bytes does not match the shape, or if `pack`
+    writes such bytes for no codes within the pattern.
     """
     rows, in_features = shape
     expected = [rows, row_bytes(format, pattern, in_features, layer=name)]
@@ -158,7 +158,7 @@ def _fits(codes: np.ndarray, pattern: NMPattern) -> bool:
 
 
 class DamagedBytes(Exception):
-    """Raised for bytes to which no matrix of codes is packed. The message says why."""
+    """Raised for bytes that no matrix of codes packs to. The message says why."""
 
 
 class _Planes(NamedTuple):

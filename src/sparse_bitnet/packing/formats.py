@@ -57,8 +57,8 @@ def needs_exact(name: str) -> bool:
 
 
 def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) -> None:
-    """Raise `UserError` for an unknown format and, naming the layer, where a format cannot hold rows of
-    this length and pattern."""
+    """Raise `UserError` for an unknown format and, naming the layer, if a format does not support rows
+    of this length and pattern."""
     if name not in FORMATS:
         raise UserError(f"packed format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
     pattern.check_divides(in_features, layer)
@@ -70,17 +70,17 @@ def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) ->
 
 
 def scale_group(shape: tuple[int, ...], rows: int, in_features: int) -> int | None:
-    """Weights of a row that share one of `shape` scales: `in_features` for one a row or a matrix; None
-    where a matrix [rows, in_features] has no scales of that shape."""
+    """Return how many weights of a row share one of the `shape` scales: `in_features` for one scale per
+    row or matrix; None if a matrix [rows, in_features] has no scales of that shape."""
     if shape == (1,) or shape == (rows, 1):
         return in_features
     return next((g for g in SCALE_GROUPS if shape == (rows, in_features / g)), None)
 
 
 def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "(unnamed)") -> int:
-    """Bytes of a packed row of `in_features` weights.
+    """Return the bytes of a packed row of `in_features` weights.
 
-    Raises `UserError` for an unknown format, and for a pattern or length that it does not hold.
+    Raises `UserError` for an unknown format, and for a pattern or length that it does not support.
     """
     check_layout(name, pattern, in_features, layer)
     if name in PLANES:

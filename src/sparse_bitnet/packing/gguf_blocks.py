@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF blocks of ternary codes, of llama.cpp and the tools built on it.
 
-A block is a run of 32 to 256 codes of one row, with its scale d in float16. Written are TQ1_0, TQ2_0,
-Q2_0, Q8_0, all blocks of a matrix with the same scale, so codes survive exactly and the scale to
-2**-11, and I2_S; all but Q8_0 are read. t = code + 1 below.
+A block is a run of 32 to 256 codes of one row, with its scale d in float16. We write TQ1_0, TQ2_0,
+Q2_0 and Q8_0 with one scale for all blocks of a matrix, so codes survive exactly and the scale to
+2**-11; and I2_S. We read all but Q8_0. Below, t = code + 1.
 
     type   id  codes  bytes           layout
     TQ1_0  34  256    qs 48, qh 4, d  t of five places as one byte, ceil(256 V / 243) with
@@ -29,8 +29,8 @@ Q2_0, Q8_0, all blocks of a matrix with the same scale, so codes survive exactly
     I2_S  as       64     16      byte n % 16, bits 6 - 2 (n / 16) and up: under the same number (gguf.py
           of ARM                  tells them apart)
 
-A row that does not fill the blocks of a type takes the next one of Q2_0, Q8_0 and F16: all hold codes
-exactly and the scale to 2**-11. Readers of I2_S know no Q2_0.
+A row that does not fill the blocks of a type uses the next one of Q2_0, Q8_0 and F16: all hold codes
+exactly and the scale to 2**-11. Readers of I2_S do not know Q2_0.
 """
 
 import dataclasses

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor file of a packed checkpoint: safetensors, read without trust and written piece by piece.
+"""Tensor file of a packed checkpoint: safetensors, validated on reading and written piece by piece.
 
 Importing this module imports no torch: arrays and torch's tensors can both be written.
 
-Any safetensors reader opens the file. Beyond that format it carries, in `__metadata__`,
+Any safetensors reader opens the file. Its `__metadata__` holds two more entries:
 
     sparse_bitnet   JSON: what the tensors are (formats.py) and "crc32", the checksum of each
     header_crc32    checksum of the header itself, computed with eight zeros in its own place
 
-so that one flipped bit anywhere is noticed, and the tensor that it damages is named. Checksums are
-CRC-32 (zlib), eight hexadecimal digits.
+A flipped bit anywhere is therefore noticed, and the damaged tensor named. Checksums are CRC-32 (zlib),
+eight hexadecimal digits.
 """
 
 import json
@@ -114,7 +114,7 @@ class TensorFile:
             )
 
     def tensor(self, name: str) -> "Tensor":
-        """A tensor as a view of the mapped file; its bytes are read when used."""
+        """Return a tensor as a view of the mapped file; its bytes are read when used."""
         import torch
 
         entry = self.entries[name]
@@ -200,10 +200,10 @@ class TensorSpec(NamedTuple):
 class TensorFileWriter:
     """Writes tensors in any order, a piece at a time, without holding them.
 
-    Tensors of wider types come first and then int8, each at the place that its shape gives. uint8, and
-    those without an announced type, follow in the order in which they are written, which also settles
-    their shape. So all of announced types are aligned to them, as the format requires, and writing takes
-    one pass over the data.
+    Tensors with more than one byte a value come first, then int8, each at the place that its announced
+    shape gives. uint8 tensors, and those without an announced type, follow in the order of writing,
+    which also sets their shape. So every announced type is aligned, as the format requires, and writing
+    takes one pass.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, Any]) -> None:

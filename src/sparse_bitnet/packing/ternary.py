@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ternary weights with their scales: reduced to the fewest scales, or read from plain floats.
+"""Ternary weights with their scales: reduced to the fewest scales, or read from floats.
 
-Many models are published as floats in which each run of a row holds only 0 and +s and -s. They are read
+Many models are published as floats in which each run of a row holds only 0, +s and -s. They are read
 exactly or not at all. Arrays and torch's tensors are accepted; importing this module imports no torch.
 """
 
@@ -46,13 +46,14 @@ def _library(values: Values) -> Any:
 
 
 def with_fewest_scales(codes: Values, scales: Values, layer: str) -> TernaryWeight:
-    """Reduce scales [out_features or 1, runs of a row] to the fewest that give the same weights: one in
-    all, one a row, or one for each group of a size in `SCALE_GROUPS`.
+    """Reduce scales [out_features or 1, runs of a row] to the fewest that give the same weights: one for
+    the matrix, one per row, or one for each group of a size in `SCALE_GROUPS`.
 
-    The scale of codes that are all zero does not matter; it is returned as 0, as 1 for a whole matrix.
+    The scale of codes that are all zero does not matter; it is returned as 0, or as 1 for a whole
+    matrix.
 
-    Raises `UserError`, naming the layer, for codes above 1, scales that are not finite, and group sizes
-    that are not covered.
+    Raises `UserError`, naming the layer, for codes above 1, scales that are not finite, and unsupported
+    group sizes.
     """
     library = _library(codes)
     low, high = codes.min(), codes.max()

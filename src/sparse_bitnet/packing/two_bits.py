@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two bits a code, outside of files of ours: as processes send them, and as other tools lay them out, in
-bitnet's planes and compressed-tensors' words."""
+"""Ternary codes in two bits outside our packed files: as processes exchange them, and as other tools
+store them (bitnet's planes, compressed-tensors' words)."""
 
 from collections.abc import Iterable
 
@@ -17,12 +17,12 @@ W8A8 = "int-quantized"
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Four codes a byte, the first in the lowest bits, each stored as code + 1.
+    """Pack four codes per byte, the first in the lowest bits, each stored as code + 1.
 
     Args:
         codes: int8 [rows, in_features] in {-1, 0, 1}.
 
-    Returns uint8 [rows, ceil(in_features / 4)], the last byte of a row filled up with zero bits.
+    Returns uint8 [rows, ceil(in_features / 4)]; the last byte of a row is filled up with zero bits.
     """
     rows, width = codes.shape
     padded = F.pad(codes + 1, (0, -width % CODES_PER_BYTE)).to(torch.uint8)

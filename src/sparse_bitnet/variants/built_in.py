@@ -25,7 +25,7 @@ _FLOOR = 1e-5
 
 @register_score("magnitude")
 def magnitude(weight: "Tensor") -> "Tensor":
-    """|weight|: the paper's (section 2.2)."""
+    """|weight|, the paper's score (section 2.2)."""
     return weight.abs()
 
 
@@ -34,27 +34,29 @@ def wanda(weight: "Tensor", *, matrix: Matrix) -> "Tensor":
     """|weight| times the norm of its input feature (Sun et al., "A Simple and Effective Pruning Approach
     for Large Language Models", ICLR 2024, eq. 1).
 
-    The norm is that of calibration text (`convert_(..., calibration=...)`), and follows the training
-    batches, as their root mean square; before the first of either every feature counts the same.
+    The norm is the root mean square over calibration data (`convert_(..., calibration=...)`), and then a
+    running one over the training batches. Before either, all features count the same.
     """
     norm = matrix.input_norm
     return weight.abs() if norm is None else weight.abs() * norm.where(norm.any(), 1.0)
 
 
 def decay_pruned(weight: "Tensor", mask: "Tensor", *, strength: float = 2e-4) -> "Tensor":
-    """strength * weight where it is pruned."""
+    """Return strength * weight where it is pruned, else 0."""
     return weight * ~mask * strength
 
 
 @register_score("sr-ste", gradient=decay_pruned)
 def sr_ste(weight: "Tensor") -> "Tensor":
-    """|weight|, and pruned weights decay: their gradient gets `strength` times the weight (Zhou et al.,
-    "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", ICLR 2021, eq. 9)."""
+    """|weight|; pruned weights decay, since `strength` times the weight is added to their gradient (Zhou
+    et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", ICLR 2021, eq.
+    9)."""
     return weight.abs()
 
 
 def soft_threshold(weight: "Tensor", mask: "Tensor", m: int) -> "Tensor":
-    """sign(w) * (|w| - t) where kept, t the largest magnitude that its group prunes; see `s_ste`."""
+    """Return sign(w) * (|w| - t) where kept, t being the group's largest pruned magnitude; see
+    `s_ste`."""
     pruned = (weight.abs() * ~mask).unflatten(-1, (-1, m)).amax(-1, keepdim=True)
     shrunk = (weight.abs().unflatten(-1, (-1, m)) - pruned).flatten(-2).clamp_min(0)
     return weight.sign() * shrunk * mask
@@ -62,17 +64,17 @@ def soft_threshold(weight: "Tensor", mask: "Tensor", m: int) -> "Tensor":
 
 @register_score("s-ste", shrink=soft_threshold)
 def s_ste(weight: "Tensor") -> "Tensor":
-    """|weight|, and what is kept shrinks towards zero by the group's largest pruned magnitude, so that
-    weights come and go continuously (Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4
-    Sparse Pre-training", NeurIPS 2024, eq. 8). Its rescaling is the quantiser's scale; with
-    full-precision weights nothing is rescaled."""
+    """|weight|; kept weights shrink towards zero by the group's largest pruned magnitude, so that
+    pruning is continuous (Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse
+    Pre-training", NeurIPS 2024, eq. 8). Its rescaling is left to the quantiser's scale; full-precision
+    weights are not rescaled."""
     return weight.abs()
 
 
 @register_score("random")
 def random(weight: "Tensor", *, seed: int = 0, matrix: Matrix) -> "Tensor":
-    """Uniform in [0, 1) by position and seed, whatever the weight: the control. Layers of one shape
-    share their masks, and they never change."""
+    """Random score, uniform in [0, 1), from position and seed alone: the control experiment. Layers of
+    one shape share their mask, and masks never change."""
     import torch
 
     rows, columns = weight.shape
@@ -94,7 +96,7 @@ def _rounded(weight: "Tensor", scale: "Tensor") -> Quantized:
 
 
 def _mean(values: "Tensor", kept: "Tensor | None", matrix: Matrix) -> "Tensor":
-    """Mean over the whole matrix of the values that are kept; float32, at least `_FLOOR`."""
+    """Return the mean of the kept values over the whole matrix; float32, at least `_FLOOR`."""
     import torch
 
     count = values.new_full((), values.numel(), dtype=torch.float64) if kept is None else kept.sum()
@@ -105,30 +107,30 @@ def _mean(values: "Tensor", kept: "Tensor | None", matrix: Matrix) -> "Tensor":
 
 @register_quantizer("absmean")
 def absmean(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
-    """Rounded to multiples of mean |w|, one scale a matrix: BitNet b1.58's, and the paper's (Ma et al.,
-    "The Era of 1-bit LLMs", 2024, eqs. 1-3)."""
+    """Round to multiples of mean |w|, one scale per matrix: BitNet b1.58's and the paper's quantiser (Ma
+    et al., "The Era of 1-bit LLMs", 2024, eqs. 1-3)."""
     return _rounded(weight, _mean(weight.float().abs(), None, matrix))
 
 
 @register_quantizer("absmax")
 def absmax(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
-    """Rounded to multiples of max |w|, one scale a matrix: symmetric round-to-nearest (Nagel et al., "A
-    White Paper on Neural Network Quantization", 2021, section 2.2) at three levels."""
+    """Round to multiples of max |w|, one scale per matrix: symmetric round-to-nearest (Nagel et al., "A
+    White Paper on Neural Network Quantization", 2021, section 2.2) with three levels."""
     magnitudes = weight.float().abs()
-    # A process may hold no row.
+    # A process of a sharded model may hold no row.
     largest = magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
     return _rounded(weight, matrix.max(largest).clamp_min(_FLOOR))
 
 
 @register_quantizer("per-channel")
 def per_channel(weight: "Tensor", mask: "Tensor | None") -> Quantized:
-    """Rounded to multiples of mean |w|, one scale a row (as in Nagel et al., 2021, section 2.2.3)."""
+    """Round to multiples of mean |w|, one scale per row (as in Nagel et al., 2021, section 2.2.3)."""
     return _rounded(weight, weight.float().abs().mean(-1, keepdim=True).clamp_min(_FLOOR))
 
 
 @register_quantizer("per-group")
 def per_group(weight: "Tensor", mask: "Tensor | None", *, size: int = 64) -> Quantized:
-    """Rounded to multiples of mean |w|, one scale for every `size` weights of a row (groups as in Frantar
+    """Round to multiples of mean |w|, one scale for every `size` weights of a row (groups as in Frantar
     et al., "GPTQ", ICLR 2023, section 4)."""
     if size < 1 or weight.shape[-1] % size:
         raise UserError(
@@ -140,7 +142,7 @@ def per_group(weight: "Tensor", mask: "Tensor | None", *, size: int = 64) -> Qua
 
 @register_quantizer("twn")
 def twn(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
-    """±1 beyond 0.7 mean |w|, scaled by the mean of those magnitudes (Li et al., "Ternary Weight
+    """Return ±1 beyond 0.7 mean |w|, scaled by the mean of those magnitudes (Li et al., "Ternary Weight
     Networks", 2016, eqs. 5-6)."""
     magnitudes = weight.float().abs()
     threshold = 0.7 * _mean(magnitudes, None, matrix)
@@ -151,8 +153,8 @@ def twn(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized
 
 @register_quantizer("binary")
 def binary(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quantized:
-    """±1 at every kept position (zero counts as +1), scaled by the mean of those magnitudes (Rastegari
-    et al., "XNOR-Net", ECCV 2016, eqs. 4-6). With 3:4 it is the weight format of "Sherry:
+    """Return ±1 at every kept position (zero counts as +1), scaled by the mean of those magnitudes
+    (Rastegari et al., "XNOR-Net", ECCV 2016, eqs. 4-6). With 3:4 it is the weight format of "Sherry:
     Hardware-Efficient 1.25-Bit Ternary Quantization via Fine-grained Sparsification" (2026)."""
     scale = _mean(weight.float().abs(), mask, matrix)
     return (weight >= 0).to(weight.dtype) * 2 - 1, scale
@@ -162,13 +164,13 @@ def binary(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quanti
 
 
 def hadamard(x: "Tensor") -> "Tensor":
-    """Each block of features times an orthonormal Hadamard matrix; blocks are as long as the largest
-    power of two that divides the features."""
+    """Multiply each block of features by an orthonormal Hadamard matrix. The block size is the largest
+    power of two that divides the number of features."""
     import torch
 
     features, dtype = x.shape[-1], x.dtype
     block, width = features & -features, 1
-    x = x.float() if dtype == torch.float16 else x  # sums pass the end of float16
+    x = x.float() if dtype == torch.float16 else x  # sums can exceed the range of float16
     while width < block:
         a, b = x.unflatten(-1, (-1, 2, width)).unbind(-2)
         x = torch.stack((a + b, a - b), -2).flatten(-3)
@@ -178,10 +180,11 @@ def hadamard(x: "Tensor") -> "Tensor":
 
 @register_activation("int4-hadamard", transform=hadamard)
 def int4_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
-    """[-8, 7] in steps of mean |x| / sqrt(7), after a Hadamard transform that spreads outliers (Wang et
-    al., "BitNet v2: Native 4-bit Activations with Hadamard Transformation", 2025, eqs. 4-6).
+    """Quantise to integers in [-8, 7] in steps of mean |x| / sqrt(7), after a Hadamard transform that
+    spreads outliers (Wang et al., "BitNet v2: Native 4-bit Activations with Hadamard Transformation",
+    2025, eqs. 4-6).
 
-    Every converted layer has the transform; there only the output and down projections do.
+    Here every converted layer applies the transform; in the paper only output and down projections do.
     """
     values = x.float()
     scale = values.abs().mean(-1, keepdim=True).clamp_min(1e-5) * 7**-0.5
@@ -193,16 +196,16 @@ def int4_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
 
 @register_schedule("dense-to-sparse")
 def dense_to_sparse(progress: float, n: int, m: int, *, rho: float = 1.0) -> tuple[int, float]:
-    """Dense, then n:m for the last `rho` of the steps (the paper, section 4.4). With rho=1 the run's
-    `sparse_fraction` stands for it."""
+    """Dense, then n:m for the last `rho` of the steps (the paper, section 4.4). rho=1 stands for the
+    run's `sparse_fraction`."""
     _share("rho", rho)
     return (n if progress >= 1 - rho - 1e-12 else m), 1.0
 
 
 @register_schedule("gradual")
 def gradual(progress: float, n: int, m: int, *, until: float = 0.5) -> tuple[int, float]:
-    """m:m, then one weight of a group fewer at a time, n:m from `until` of the steps on (Zhu and Gupta,
-    "To prune, or not to prune", 2017, with equal steps)."""
+    """Keep m of m at first, then one weight per group fewer at a time, and n:m from the share `until` of
+    the steps on (Zhu and Gupta, "To prune, or not to prune", 2017, but with equal steps)."""
     _share("until", until)
     if progress >= until:
         return n, 1.0
@@ -211,8 +214,9 @@ def gradual(progress: float, n: int, m: int, *, until: float = 0.5) -> tuple[int
 
 @register_schedule("lambda", blends=True)
 def lambda_warmup(progress: float, n: int, m: int, *, until: float = 0.25) -> tuple[int, float]:
-    """Pruned from the start; weights and activations go from full precision to quantised ones in a
-    straight line up to `until` of the steps (Hugging Face, "Fine-tuning LLMs to 1.58bit", 2024)."""
+    """Prune from the first step, and blend linearly from full precision to quantised weights and
+    activations until the share `until` of the steps (Hugging Face, "Fine-tuning LLMs to 1.58bit",
+    2024)."""
     _share("until", until)
     return n, 1.0 if progress >= until else progress / until
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores, quantisers, activations and schedules by name, built in and one's own. Free of torch.
+"""Registry of scores, quantisers, activations and schedules by name, built in or your own. Free of
+torch.
 
-An entry is a function; its keyword-only parameters with defaults are its fields, which the text form
-carries after the name: `score=random:seed=3`, `quantizer=per-group:size=128`. A keyword-only parameter
-`matrix` without default asks for the `Matrix` that the weight is, or is a part of.
+An entry is a function. Its keyword-only parameters with defaults are its fields; the text form writes
+them after the name: `score=random:seed=3`, `quantizer=per-group:size=128`. A keyword-only parameter
+`matrix` without default receives the `Matrix` that contains the given rows.
 """
 
 import importlib
@@ -31,8 +32,8 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass(kw_only=True)
 class Matrix:
-    """The weight matrix that a function gets: all rows, or in a model that is split over processes this
-    one's."""
+    """The weight matrix that contains the rows given to a function: all of its rows, or those of one
+    process in a sharded model."""
 
     first_row: int = 0
     """Index of the first row given, in the whole matrix."""
@@ -48,25 +49,25 @@ class Matrix:
     """Whether a sum or a maximum over the whole matrix was taken."""
 
     def sum(self, parts: "Tensor") -> "Tensor":
-        """`parts` of these rows summed over all rows' holders, elementwise."""
+        """Return the elementwise sum of `parts` over all processes that hold rows of the matrix."""
         self.asked = True
         return parts if self.reduce_sum is None else self.reduce_sum(parts)
 
     def max(self, parts: "Tensor") -> "Tensor":
-        """Elementwise maximum of `parts` over all rows' holders."""
+        """Return the elementwise maximum of `parts` over all processes that hold rows of the matrix."""
         self.asked = True
         return parts if self.reduce_max is None else self.reduce_max(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What is registered under a name, with the values of its fields."""
+    """A registered function with its hooks and the values of its fields."""
 
     name: str
     module: str
     functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = field(default_factory=dict)
-    """The function itself as "", and its hooks, each with its keyword-only parameters and their defaults;
-    empty where the package's own ops stand for it."""
+    """The function itself as "", and its hooks by name, each with its keyword-only parameters and their
+    defaults; empty if an op of the package computes the variant."""
 
     sees_inputs: bool = False
     blends: bool = False
@@ -75,7 +76,7 @@ class Variant:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Names and defaults of what the text form may set."""
+        """Names and defaults of the fields that the text form may set."""
         keywords = [each for _, each in self.functions.values()]
         return {k: v for each in keywords for k, v in each.items() if k != "matrix"}
 
@@ -89,7 +90,7 @@ class Variant:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is somebody's own."""
+        """Whether it was registered outside the package."""
         return self.module.partition(".")[0] != _PACKAGE
 
     def has(self, hook: str) -> bool:
@@ -97,7 +98,8 @@ class Variant:
         return hook in self.functions
 
     def call(self, *args: Any, hook: str = "", matrix: Matrix | None = None) -> Any:
-        """Call the function, or one of its hooks, with its fields; with `matrix` if it asks."""
+        """Call the function, or one of its hooks, with its fields, and with `matrix` if it has that
+        parameter."""
         function, keywords = self.functions[hook]
         given = {**self.values, "matrix": matrix}
         return function(*args, **{k: given.get(k, default) for k, default in keywords.items()})
@@ -106,7 +108,7 @@ class Variant:
 _ENTRIES: dict[str, dict[str, Variant]] = {
     "score": {},
     "quantizer": {},
-    # The package's ops stand for these.
+    # Ops of the package compute these.
     "activation": {name: Variant(name=name, module=__name__) for name in ("int8", "none")},
     "schedule": {},
 }
@@ -119,18 +121,18 @@ def register_score(
     gradient: Callable[..., Any] | None = None,
     sees_inputs: bool = False,
 ) -> Callable[[F], F]:
-    """Register `function(weight, *, fields) -> Tensor`: of every group the n highest scores are kept.
+    """Register `function(weight, *, fields) -> Tensor`; the n highest scores of every group are kept.
 
     Args:
-        name: of letters, digits, dashes and underscores, as the text form has it.
-        shrink: `(weight, mask, m, *, fields) -> Tensor`, what is used (and quantised) instead of the
-            weight.
-        gradient: `(weight, mask, *, fields) -> Tensor`, added to the weight's gradient once a step, where
-            `selected` ends.
-        sees_inputs: keep `matrix.input_norm`, which is stored with the checkpoint.
+        name: letters, digits, dashes and underscores, as the text form has it.
+        shrink: `(weight, mask, m, *, fields) -> Tensor`, the weight that is used (and quantised)
+            instead.
+        gradient: `(weight, mask, *, fields) -> Tensor`, added to the weight's gradient once per step,
+            when `selected` ends.
+        sees_inputs: record `matrix.input_norm`, which is stored with the checkpoint.
 
-    The weight is [rows, in_features] without gradient, and so is what all of them return. Ties go to
-    the lower index. Raises `UserError` for a name that is taken or does not fit.
+    The weight is [rows, in_features] without gradient, and all three functions return that shape. Ties
+    go to the lower index. Raises `UserError` for a name that is taken or has other characters.
     """
     hooks = {"shrink": shrink, "gradient": gradient}
     return _registers("score", name, hooks, sees_inputs=sees_inputs)
@@ -139,9 +141,9 @@ def register_score(
 def register_quantizer(name: str) -> Callable[[F], F]:
     """Register `function(weight, mask, *, fields) -> (codes, weight_scale)`.
 
-    Codes are -1, 0 or 1 in the weight's shape (those that the mask removes become 0 afterwards), the
-    scale is float32: one value, [rows, 1], or [rows, groups] of a divisor of in_features. `mask` is bool,
-    or None where nothing is pruned. One value has to be that of the whole matrix: see `Matrix.sum`.
+    Codes are -1, 0 or 1 in the weight's shape; pruned ones are set to 0 afterwards. The scale is
+    float32: one value, [rows, 1], or [rows, groups], where groups divides in_features. `mask` is bool,
+    or None if nothing is pruned. A single value must be that of the whole matrix: see `Matrix.sum`.
     """
     return _registers("quantizer", name, {})
 
@@ -154,8 +156,8 @@ def register_activation(
 
     Args:
         name: as the text form has it.
-        transform: `(x, *, fields) -> Tensor` of the same shape before it, with its own gradient; the
-            weight is then that of the transformed input.
+        transform: `(x, *, fields) -> Tensor` of the same shape, applied first, with a gradient of its
+            own; the weight then multiplies the transformed input.
     """
     return _registers("activation", name, {"transform": transform})
 
@@ -163,10 +165,9 @@ def register_activation(
 def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
     """Register `function(progress, n, m, *, fields) -> (kept, blend)`, called before every step.
 
-    `progress` is the share of the steps that are done, 0 <= progress < 1, and n:m the format's pattern.
-    `kept` of every m weights are kept in this step (m: dense), and the forward uses `blend` of the
-    quantised values and the rest of the full-precision ones, 0 <= blend <= 1; other than 1 only with
-    `blends`.
+    `progress` is the share of steps that are done, 0 <= progress < 1; n:m is the format's pattern. The
+    step keeps `kept` of every m weights (m: dense). Its forward mixes quantised values (share `blend`)
+    with full-precision ones (the rest), 0 <= blend <= 1. A blend below 1 needs `blends`.
     """
     return _registers("schedule", name, {}, blends=blends)
 
@@ -205,9 +206,9 @@ def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def find(kind: str, text: Any) -> Variant:
-    """Return what a text form as `name` or `name:field=value:field=value` means.
+    """Return the variant that a text form `name` or `name:field=value:field=value` names.
 
-    Raises `UserError` for a name that is not registered (with the near one), and for fields it has not.
+    Raises `UserError` for an unknown name, with the nearest known one, and for unknown fields.
     """
     name, *settings = str(text).split(":")
     if (entry := _entry(kind, name)) is None:
@@ -244,7 +245,7 @@ def _read(where: str, default: Any, text: str) -> Any:
 
 
 def check_module(kind: str, text: str, module: str) -> None:
-    """Raise `UserError` unless an entry is the one that `module` registered."""
+    """Raise `UserError` unless `module` registered the entry."""
     name = text.partition(":")[0]
     if (entry := _entry(kind, name)) is None:
         raise UserError(
