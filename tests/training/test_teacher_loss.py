@@ -19,6 +19,7 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.training import distillation as teacher_module
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.distillation import (
@@ -28,7 +29,9 @@ from sparse_bitnet.training.distillation import (
     fingerprint,
     relation_loss,
 )
+from sparse_bitnet.training.loss import hidden_states
 from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.reconstruction import reconstruct_
 from sparse_bitnet.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -110,7 +113,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
 
 
 def test_a_run_with_a_teacher(distil: Any, capsys: pytest.CaptureFixture) -> None:
-    config = distil(steps=6, ce_weight=0.0, learning_rate=1e-2, sub_norms=True)
+    config = distil(
+        steps=6, ce_weight=0.0, learning_rate=1e-2, sub_norms=True, reconstruction_windows=0
+    )
     train(config)
     rows = read_rows(Path(config.out) / "metrics.jsonl")
     assert rows[0]["step"] == 0
@@ -154,6 +159,42 @@ def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
     (cache / "part-00000.bin").write_bytes(damaged)
     with pytest.raises(UserError, match=r"part-00000.bin is damaged"):
         train(dataclasses.replace(cached, out=str(tmp_path / "third")))
+
+
+def test_reconstructed_blocks_are_closer_to_the_teacher() -> None:
+    torch.manual_seed(0)
+    original, student = (tiny_model("llama", vocab_size=VOCAB) for _ in range(2))
+    student.load_state_dict(original.state_dict())
+    convert_(student, "ternary-6:8")
+    ids = torch.randint(0, VOCAB, (8, 32))
+
+    def error() -> float:
+        with torch.no_grad():
+            own, wanted = (hidden_states(each, ids) for each in (student, original))
+        return float((own - wanted).norm() / wanted.norm())
+
+    before, done = error(), []
+    errors = reconstruct_(
+        student, original, (ids,), dtype=torch.float32, report=lambda *counts: done.append(counts)
+    )
+    assert error() < 0.9 * before
+    assert len(errors) == 2
+    assert done == [(1, 2), (2, 2)]
+    with pytest.raises(UserError, match="blocks cannot be reconstructed"):
+        reconstruct_(student, tiny_model("llama", hidden_size=32), (ids,), dtype=torch.float32)
+
+
+def test_a_run_from_reconstructed_blocks_is_deterministic(
+    distil: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    first, again = (
+        distil(reconstruction_windows=8, out=str(tmp_path / name)) for name in ("first", "again")
+    )
+    for config in (first, again, again):  # a finished run does nothing
+        train(config)
+    assert capsys.readouterr().err.count("blocks reconstructed: relative error") == 2
+    rows, others = (Path(each.out, "metrics.jsonl").read_bytes() for each in (first, again))
+    assert rows == others
 
 
 @pytest.mark.parametrize(("own", "theirs"), [(304, 320), (320, 304)])

@@ -54,6 +54,11 @@ class TrainConfig:
     relations_layer: int = -1
     """Layer whose attention relations are distilled; -1 means the last."""
 
+    reconstruction_windows: int | None = None
+    """With a teacher: number of training sequences on which each block first learns the output of its
+    teacher's block, one after another. 0: start from the converted weights. Default: 64 if the run starts
+    from its teacher in one process, else 0."""
+
     sub_norms: bool = False
     """With --init: add a norm before each output and down projection, as in BitNet's own models. Only for
     llama and qwen2 models."""
@@ -251,7 +256,7 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("beta1 beta2", lambda value: 0 <= value < 1, "must lie in 0..1, below 1"),
     (
         "validation_every validation_tokens layer_metrics_every checkpoint_every keep_checkpoints "
-        "lora weight_decay final_weight_decay_fraction gradient_clip "
+        "lora reconstruction_windows weight_decay final_weight_decay_fraction gradient_clip "
         "final_learning_rate_fraction ce_weight logits_weight relations_weight",
         lambda value: value >= 0,
         "cannot be negative",
@@ -261,7 +266,8 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 _NEEDS = {
     "init": "sub_norms lora",
-    "teacher": "logit_cache temperature ce_weight logits_weight relations_weight",
+    "teacher": "logit_cache temperature ce_weight logits_weight relations_weight "
+    "reconstruction_windows",
     "relations_weight": "relations_layer",
     "logit_cache": "top_logits",
     "logits_weight": "logit_cache temperature",

@@ -47,6 +47,7 @@ from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, fi
 from sparse_bitnet.training.distributed import World, open_world
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
+from sparse_bitnet.training.reconstruction import start_from_teacher_
 from sparse_bitnet.training.run_folder import (
     RESULT,
     Interrupted,
@@ -167,6 +168,9 @@ class Trainer:
                 if config.lora:
                     raise UserError("lora trains in one process: leave out torchrun")
                 distributed.check_splits(self.model)
+            if config.teacher is not None and whole and not list_checkpoints(self.run):
+                where = self.dtype, self.device
+                start_from_teacher_(whole, config, text, *where, alone=world.size == 1)
             self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self._check_learnt()
             self.model.train()

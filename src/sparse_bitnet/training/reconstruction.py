@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-wise reconstruction: where a student starts, before it is trained end to end.
+
+Block after block, the converted block learns to give what the teacher's block gives, from the student's
+own stream as its input. It takes minutes, and saves most of the tokens that a plain conversion needs to
+recover.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.progress import OnProgress, Progress, say
+from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.device import autocast, blocks_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_WINDOWS = 64
+EPOCHS = 4
+WINDOWS = 4
+"""Windows in an optimiser step."""
+LEARNING_RATE = 1e-3
+WARMUP_STEPS = 8
+_LEAST_SQUARE = 1e-3
+"""Smallest mean square of a token's target that its error is divided by."""
+
+
+def start_from_teacher_(
+    student: "PreTrainedModel",
+    config: TrainConfig,
+    text: TokenDataset,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    alone: bool,
+) -> None:
+    """Reconstruct the blocks of a new run's student on the first `config.reconstruction_windows` of its
+    data. The default is 64 for a student that starts from its teacher in one process (`alone`), else 0.
+
+    Raises `UserError` as `reconstruct_`.
+    """
+    assert config.teacher is not None
+    if (count := config.reconstruction_windows) is None:
+        count = DEFAULT_WINDOWS if alone and config.init == config.teacher else 0
+    if count == 0:
+        return
+    loader = TokenLoader(
+        text, sequence_length=config.sequence_length, batch_size=count, seed=config.data_seed
+    )
+    input_ids, _, *positions = (each.to(device) for each in loader.batch(0))
+    teacher = find_checkpoint(config.teacher).load(dtype=dtype).requires_grad_(False).to(device)
+    with Progress(plain_lines=10) as progress:
+        errors = reconstruct_(
+            student.to(device),
+            teacher,
+            (input_ids, *positions),
+            dtype=dtype,
+            seed=config.data_seed,
+            report=progress.line("reconstructing blocks", "blocks"),
+        )
+    say(f"blocks reconstructed: relative error {errors[0]:.3f} (first) to {errors[-1]:.3f} (last)")
+
+
+def reconstruct_(
+    student: "PreTrainedModel",
+    teacher: "PreTrainedModel",
+    batch: tuple[Tensor, ...],
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    report: OnProgress = lambda done, total: None,
+) -> list[float]:
+    """Train the student's blocks, one after another, on what their teacher's blocks give.
+
+    Args:
+        student: converted, with float32 parameters; changed in place.
+        teacher: model of the same shape, on the same device.
+        batch: calibration data: token ids, int64 [windows, tokens], and positions where windows hold
+            several texts.
+        dtype: compute type.
+        seed: of the order of the windows.
+        report: called with the number of finished blocks, and of all.
+
+    Returns the mean relative squared error of each block in its last epoch. Raises `UserError` for
+    models of unlike shapes.
+    """
+    blocks, originals = blocks_of(student), blocks_of(teacher)
+    sizes = [model.config.get_text_config().hidden_size for model in (student, teacher)]
+    if len(blocks) != len(originals) or len(set(sizes)) > 1:
+        raise UserError(
+            f"the student has {len(blocks)} blocks of width {sizes[0]}, its teacher {len(originals)} of "
+            f"width {sizes[1]}: blocks cannot be reconstructed, set reconstruction_windows to 0"
+        )
+    parts = list(zip(*(each.split(WINDOWS) for each in batch), strict=True))
+    order, device = torch.Generator().manual_seed(seed), batch[0].device
+    inputs, targets = (
+        [_first_inputs(model, *part) for part in parts] for model in (student, teacher)
+    )
+    errors = []
+    for done, (block, original) in enumerate(zip(blocks, originals, strict=True)):
+        with torch.no_grad(), autocast(device, dtype):
+            targets = [(_output(original, *each), each[1]) for each in targets]
+        optimizer = torch.optim.AdamW(
+            block.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        steps, losses = EPOCHS * len(parts), []
+        for step in range(steps):
+            if step % len(parts) == 0:
+                places, losses = torch.randperm(len(parts), generator=order).tolist(), []
+            place = places[step % len(parts)]
+            # A short warm-up, then a cosine to a tenth.
+            rate = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(rate, (step + 1) / WARMUP_STEPS)
+            with selected(block), autocast(device, dtype):
+                error = _relative_error(_output(block, *inputs[place]), targets[place][0])
+            error.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(error.detach())
+        with torch.no_grad(), selected(block), autocast(device, dtype):
+            inputs = [(_output(block, *each), each[1]) for each in inputs]
+        errors.append(float(torch.stack(losses).mean()))
+        report(done + 1, len(blocks))
+    return errors
+
+
+class _Reached(Exception):
+    """The first block was called, and nothing behind it is needed."""
+
+
+@torch.no_grad()
+def _first_inputs(
+    model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return what the first block gets: [windows, tokens, hidden], and its further arguments by name."""
+    given: dict[str, Any] = {}
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        given.update(named, stream=inputs[0])
+        raise _Reached
+
+    packed = {} if position_ids is None else {"position_ids": position_ids}
+    hook = blocks_of(model)[0].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        model.get_decoder()(input_ids=input_ids, use_cache=False, **packed)
+    except _Reached:
+        return given.pop("stream"), given
+    finally:
+        hook.remove()
+    raise AssertionError("a decoder calls its blocks")
+
+
+def _output(block: nn.Module, stream: Tensor, named: dict[str, Any]) -> Tensor:
+    output = block(stream, **named)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Mean over tokens of the mean squared error, divided by the token's mean square."""
+    output, target = output.float(), target.float()
+    scale = target.square().mean(-1).clamp_min(_LEAST_SQUARE)
+    return ((output - target).square().mean(-1) / scale).mean()
