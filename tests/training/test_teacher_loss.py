@@ -123,6 +123,9 @@ def test_a_run_with_a_teacher(distil: Any, capsys: pytest.CaptureFixture) -> Non
     assert f"before the first step: validation perplexity {before:,.3f}" in capsys.readouterr().err
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
+    assert rows[0]["teacher_perplexity"] > 1
+    # The loss is the divergence alone, times the temperature squared.
+    np.testing.assert_allclose([4 * row["kl_divergence"] for row in rows[1:7]], losses)
     student = from_pretrained(Path(config.out) / "final")
     assert student.config.model_type == "bitnet"
     assert "model.layers.0.mlp.ffn_sub_norm.weight" in student.state_dict()

@@ -191,6 +191,8 @@ def run(chosen: Options) -> None:
             f"({result.tokens:,} tokens); zero fraction {result.zero_fraction:.3f}, "
             f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
         )
+        if config.teacher is not None:
+            print_comparison(result.validation_perplexity, config)
 
 
 def prepare_chat(source: str, config: TrainConfig) -> None:
@@ -203,3 +205,27 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
     from sparse_bitnet.data.sources import parse_source
 
     prepare(parse_source(source, chat=True), config.data, tokenizer=config.init, chat=True)
+
+
+def print_comparison(perplexity: float, config: TrainConfig) -> None:
+    """Print the perplexities of teacher and student, and the commands that follow.
+
+    Args:
+        perplexity: the student's, after training.
+        config: the finished run.
+    """
+    from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
+
+    first = read_rows(Path(config.out) / METRICS_FILE)[0]
+    perplexities = {
+        "teacher": first.get("teacher_perplexity"),
+        "student, before training": first["validation_perplexity"],
+        "student, now": perplexity,
+    }
+    for name, value in perplexities.items():
+        if value is not None:
+            print(f"{name:<26}{value:>14,.2f}")
+    print(
+        f"next:\n  sparse-bitnet pack {config.out} PACKED\n  sparse-bitnet generate PACKED --prompt "
+        f"TEXT\n  sparse-bitnet export {config.out} EXPORTED --to gguf-tq2_0"
+    )

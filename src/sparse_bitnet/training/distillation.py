@@ -258,6 +258,7 @@ class DistillationLoss(SummedLoss):
         super().__init__(model, config.loss_chunk_tokens)
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
+        self._divergence = torch.zeros((), dtype=torch.float64)
         self._states: tuple[dict[str, Tensor], ...] = ()
         self._heads = 1
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -283,6 +284,27 @@ class DistillationLoss(SummedLoss):
                 f"relations_weight: the student's projections, of {widths} values, are not cut into the "
                 f"teacher's {heads} heads"
             )
+
+    def of_teacher(self) -> SummedLoss | None:
+        """Return the teacher's own loss; None for a teacher whose logits are cached."""
+        (teacher,) = self._teacher
+        is_here = isinstance(teacher, Teacher)
+        return SummedLoss(teacher.model, self.chunk_tokens) if is_here else None
+
+    def take_divergence(self) -> Tensor:
+        """Return the sum of KL(teacher || student), float64, since the last call."""
+        divergence, self._divergence = self._divergence, torch.zeros_like(self._divergence)
+        return divergence
+
+    def apart(self, loss: float, divergence: float) -> dict[str, float]:
+        """Return a step's KL(teacher || student), at the temperature, and cross-entropy, in nats a token;
+        the second where the loss has it and no relations."""
+        config = self.config
+        soft = config.logits_weight * config.temperature**2 * divergence
+        shown = {"kl_divergence": divergence} if config.logits_weight else {}
+        if config.ce_weight and not config.relations_weight:
+            shown["cross_entropy"] = (loss - soft) / config.ce_weight
+        return shown
 
     def forward(
         self,
@@ -314,7 +336,9 @@ class DistillationLoss(SummedLoss):
             wanted, temperature = probabilities(rows), config.temperature
             own = (logits[:, : wanted.shape[-1]] / temperature).log_softmax(-1)
             divergence = (torch.xlogy(wanted, wanted) - wanted * own).sum(-1, keepdim=True) * scored
-            total = divergence.sum(dtype=torch.float64) * (config.logits_weight * temperature**2)
+            total = divergence.sum(dtype=torch.float64)
+            self._divergence = self._divergence.to(total.device) + total
+            total = total * (config.logits_weight * temperature**2)
             return total, (own.exp_() - wanted) * (config.logits_weight * temperature)
 
         hidden = hidden_states(self.model, input_ids, position_ids)

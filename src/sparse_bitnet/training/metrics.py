@@ -149,6 +149,8 @@ def describe(row: dict[str, Any]) -> str:
     """One step's metrics and timing in a few words."""
     flip = "" if not row["flip_rate"] else f" flip {row['flip_rate']:.1e}"
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
+    names = {"kl_divergence": "KL", "cross_entropy": "CE"}
+    loss += "".join(f" {names[name]} {row[name]:.3f}" for name in names if name in row)
     return (
         f"loss {loss} lr {row['learning_rate']:.1e} norm {row['gradient_norm']:.2f}"
         f"{flip} {row['tokens_per_second']:,.0f} tok/s"

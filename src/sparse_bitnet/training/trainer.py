@@ -232,11 +232,8 @@ class Trainer:
         """Go through the steps that are left. Raises `Interrupted` and `UserError` as `train` does."""
         config, row = self.config, {}
         try:
-            if config.teacher is not None and self.start == 0:
-                self._write(untrained := self._validate(0))
-                if self.world.is_main:
-                    perplexity = untrained["validation_perplexity"]
-                    say(f"before the first step: validation perplexity {perplexity:,.3f}")
+            if isinstance(self.loss, DistillationLoss) and self.start == 0:
+                self._compare_with_teacher(self.loss.of_teacher())
             with stop_signals(self.stop.set):
                 for step in range(self.start + 1, config.steps + 1):
                     row = self._step(step)
@@ -254,6 +251,17 @@ class Trainer:
         finally:
             for sink in (*self.timing, *self.sinks):
                 sink.close()
+
+    def _compare_with_teacher(self, teacher: SummedLoss | None) -> None:
+        """Write and say the perplexity of the untrained student, and its teacher's if it is in memory."""
+        row, name = self._validate(0), "validation_perplexity"
+        words = f"before the first step: validation perplexity {row[name]:,.3f}"
+        if teacher is not None:
+            row["teacher_perplexity"] = self._validate(0, teacher)[name]
+            words += f", the teacher's {row['teacher_perplexity']:,.3f}"
+        self._write(row)
+        if self.world.is_main:
+            say(words)
 
     def _step(self, step: int) -> dict[str, Any]:
         config, began = self.config, time.perf_counter()
@@ -273,7 +281,7 @@ class Trainer:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The one moment of a step at which the host waits for the device.
         figures = torch.cat([total, norm.double().view(1), counts.double().flatten()]).tolist()
-        loss, self.stops, norm = figures[:3]
+        loss, divergence, self.stops, norm = figures[:4]
         self._check_finite(step, loss, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -287,9 +295,11 @@ class Trainer:
             "gradient_norm": norm,
             "sparse": kept == self.format.pattern.n and step >= config.first_sparse_step,
             **metrics.selection_metrics(
-                self.layers, (figures[3 : 3 + count], figures[3 + count :]), bool(by_layer)
+                self.layers, (figures[4 : 4 + count], figures[4 + count :]), bool(by_layer)
             ),
         }
+        if isinstance(self.loss, DistillationLoss):
+            row |= self.loss.apart(loss, divergence)
         self._write(row)
         seconds = time.perf_counter() - began
         timing = {
@@ -306,8 +316,8 @@ class Trainer:
     def _forward_backward(self, step: int) -> Tensor:
         """Make the gradients of the mean loss over the predictions that count in the whole step.
 
-        Returns float64 [2], the same in all processes: that loss, and how many of them a signal
-        asks to stop.
+        Returns float64 [3], the same in all processes: that loss, the mean divergence from a teacher,
+        and how many of them a signal asks to stop.
         """
         config = self.config
         micro = config.micro_batch_size or config.batch_size
@@ -332,8 +342,11 @@ class Trainer:
         for layer in self.shards:
             layer.mask_gradient_()
         stop = torch.full_like(total, float(self.stop.is_set()))
-        sums = self.world.sum(torch.stack([total, stop]))
-        sums[0] /= learnt
+        divergence = torch.zeros_like(total)
+        if isinstance(self.loss, DistillationLoss):
+            divergence = self.loss.take_divergence().to(total.device)
+        sums = self.world.sum(torch.stack([total, divergence, stop]))
+        sums[:2] /= learnt
         return sums
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
@@ -347,11 +360,12 @@ class Trainer:
             "and at the weights of --init and --teacher"
         )
 
-    def _validate(self, step: int) -> dict[str, Any]:
+    def _validate(self, step: int, loss: SummedLoss | None = None) -> dict[str, Any]:
+        """Score the held-out windows by the run's loss, or another one."""
         # Compiled once more, for another batch and without gradients, it would take longer.
         with torch.compiler.set_stance("force_eager"):
-            loss, tokens = validation_loss(
-                self.loss,
+            mean, tokens = validation_loss(
+                self.loss if loss is None else loss,
                 self.config,
                 self.held_out,
                 device=self.device,
@@ -361,8 +375,8 @@ class Trainer:
         distributed.reshard_(self.loss)
         return {
             "step": step,
-            "validation_loss": loss,
-            "validation_perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
+            "validation_loss": mean,
+            "validation_perplexity": float(torch.tensor(mean, dtype=torch.float64).exp()),
             "validation_tokens": tokens,
         }
 
