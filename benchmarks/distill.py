@@ -81,6 +81,7 @@ def rows(
                     init=teacher,
                     teacher=by,
                     format=format,
+                    reconstruction_windows=0 if by else None,
                     data_seed=seed,
                     out=str(runs / name),
                 )
