@@ -100,7 +100,7 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             prompt,
             wanted,
             sampling=SamplingOptions(temperature=0),
-            form=None if grammar is None else grammars.start(grammar),
+            grammar=None if grammar is None else grammars.start(grammar),
             is_start="messages" in body,
         )
         text, finish = generation.text, generation.finish_reason

@@ -48,10 +48,10 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
     follow(engine, prompt + text)
     prefixes = PrefixCache(1)
     model = OpenModel(folder="", engine=engine, tokenizer=tokenizer, end_tokens=frozenset())
-    guesses = Speculation(engine)
+    drafts = Speculation(engine)
     best: dict = {"without": {}, "with": {}}
     for _ in range(turns):
-        for name, speculation in (("without", None), ("with", guesses)):
+        for name, speculation in (("without", None), ("with", drafts)):
             started = time.process_time()
             result = model.continue_tokens(
                 prompt,
@@ -66,7 +66,7 @@ def measured(engine: Engine, tokenizer, prompt: list[int], text: list[int], turn
             of["tokens_per_second"] = max(of.get("tokens_per_second", 0), result.decode_rate)
             if result.cached_tokens:
                 of["processor_seconds"] = min(of.get("processor_seconds", spent), spent)
-            of["guessed"], of["accepted"] = result.guessed_tokens, result.accepted_tokens
+            of["guessed"], of["accepted"] = result.draft_tokens, result.accepted_tokens
     prefixes.clear()
     engine._compute = compute
     return best

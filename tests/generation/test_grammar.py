@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever ends by itself has the form that was asked for, whichever tokens the model prefers."""
+"""Output that ends by itself satisfies its grammar, whichever tokens the model prefers."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from serving_thread import END, byte_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.grammar import FormLost, Grammar, TokenGrammars
+from sparse_bitnet.generation.grammar import Grammar, GrammarFailed, TokenGrammars
 from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TextTokenizer
@@ -42,7 +42,7 @@ def written(grammars, grammar, seed, *, tokenizer=BYTES, ends=frozenset({END}), 
         sampling=SamplingOptions(seed=seed),
         tokenizer=tokenizer,
         stop_tokens=ends,
-        form=grammars.start(grammar),
+        grammar=grammars.start(grammar),
         is_start=True,
     )
     generation = Generation(request)
@@ -137,12 +137,12 @@ def test_a_text_ends_where_nothing_can_follow_also_without_end_tokens():
 
 
 def test_special_tokens_are_no_text(grammars):
-    form = grammars.start(Grammar.regex("(.|\n)+"))
-    allowed = np.isfinite(form.masked(np.zeros(VOCAB, np.float32)))
+    matcher = grammars.start(Grammar.regex("(.|\n)+"))
+    allowed = np.isfinite(matcher.masked(np.zeros(VOCAB, np.float32)))
     assert allowed[BYTES.encode("a b\n<é")[:-1]].all()
     assert not allowed[END:].any()
-    form.take(65)
-    assert np.flatnonzero(np.isfinite(form.masked(np.zeros(VOCAB, np.float32)))[END:]) == [0]
+    matcher.take(65)
+    assert np.flatnonzero(np.isfinite(matcher.masked(np.zeros(VOCAB, np.float32)))[END:]) == [0]
 
 
 def test_vocabulary_with_spaces_at_the_beginning_of_words():
@@ -175,10 +175,10 @@ def test_rules_that_take_too_long_to_follow_end_their_text_alone(grammars, monke
     tick, token = 0.02, BYTES.encode("a")[0]
     clock = itertools.accumulate(iter(lambda: tick, None))
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
-    form = grammars.start(Grammar.regex("[a-z]*"))
-    other = form.copy()
-    taken = map(form.take, itertools.repeat(token))
-    with pytest.raises(FormLost, match="take too long to follow"):
+    matcher = grammars.start(Grammar.regex("[a-z]*"))
+    other = matcher.copy()
+    taken = map(matcher.take, itertools.repeat(token))
+    with pytest.raises(GrammarFailed, match="take too long to follow"):
         list(taken)
     tick = 0.004
     for _ in range(400):
@@ -187,10 +187,10 @@ def test_rules_that_take_too_long_to_follow_end_their_text_alone(grammars, monke
 
 def test_each_text_has_its_own_place(grammars):
     grammars.start(Grammar.choice(["ab"])).take(BYTES.encode("a")[0])
-    form = grammars.start(Grammar.choice(["ab"]))
-    copy = form.copy()
-    assert not form.take(BYTES.encode("a")[0])
-    assert form.take(BYTES.encode("b")[0])
+    matcher = grammars.start(Grammar.choice(["ab"]))
+    copy = matcher.copy()
+    assert not matcher.take(BYTES.encode("a")[0])
+    assert matcher.take(BYTES.encode("b")[0])
     assert np.isfinite(copy.masked(np.zeros(VOCAB, np.float32))).sum() == 1
 
 

@@ -74,7 +74,7 @@ def texts_of(engine, requests, speculation=None, **options):
     assert len(ended) == len(requests)
     assert engine.sequences == []
     counts = SimpleNamespace(
-        guessed_tokens=sum(generation.guessed_tokens for generation in ended),
+        draft_tokens=sum(generation.draft_tokens for generation in ended),
         accepted_tokens=sum(generation.accepted_tokens for generation in ended),
     )
     return [outputs[id(request)] for request in requests], counts
@@ -106,17 +106,17 @@ def test_texts_are_those_without_guesses(request_of):
     for most in (1, 7, 30):
         for company in (1, 3):
             engine = engine_of()
-            guesses = speculation(engine, most=most)
-            texts, done = texts_of(engine, requests, guesses, max_running=company)
+            drafts = speculation(engine, most=most)
+            texts, done = texts_of(engine, requests, drafts, max_running=company)
             assert texts == expected
-            assert 0 < done.accepted_tokens <= done.guessed_tokens
+            assert 0 < done.accepted_tokens <= done.draft_tokens
 
 
 def test_a_form_is_kept_whatever_is_guessed():
     """Guesses that the form forbids among them: only a text's own tokens move its state on."""
     pytest.importorskip("llguidance")
     grammar = Grammar.regex(r"(\{\"(id|name)\": [0-9]{1,4}\}, ?)*end")
-    form = TokenGrammars(BYTES, 300, frozenset({END})).start(grammar)
+    matcher = TokenGrammars(BYTES, 300, frozenset({END})).start(grammar)
     for seed in range(4):
         request = GenerationRequest(
             prompt=BYTES.encode('{"id": 12}, {"id": 12}, '),
@@ -124,23 +124,23 @@ def test_a_form_is_kept_whatever_is_guessed():
             tokenizer=BYTES,
             sampling=SamplingOptions(seed=seed, temperature=0.2 * seed),
             stop_tokens=frozenset({END}),
-            form=form,
+            grammar=matcher,
         )
         texts = []
-        for guesses in (False, True):
+        for drafts in (False, True):
             engine = ScriptedEngine(vocab_size=300, logits=repeating)
-            ahead = speculation(engine) if guesses else None
+            ahead = speculation(engine) if drafts else None
             [outputs], done = texts_of(engine, [request], ahead)
             texts.append([output.token for output in outputs])
         assert texts[0] == texts[1]
-        assert 0 < done.accepted_tokens < done.guessed_tokens
+        assert 0 < done.accepted_tokens < done.draft_tokens
 
 
 def test_a_text_that_repeats_itself_takes_fewer_forwards(request_of):
     engine = engine_of()
     _, done = texts_of(engine, [request_of([1, 2, 3], 400)], speculation(engine))
     assert len(engine.batches) < 120
-    assert done.accepted_tokens > 0.8 * done.guessed_tokens
+    assert done.accepted_tokens > 0.8 * done.draft_tokens
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
@@ -148,16 +148,16 @@ def test_nothing_is_computed_ahead_where_it_does_not_pay(request_of, share):
     """A text without repetitions, and an engine for which two tokens are twice the work of one."""
     logits = logits_after if share < 1 else repeating
     engine = ScriptedEngine(vocab_size=5000 if share < 1 else VOCAB, logits=logits)
-    guesses = speculation(engine, share)
-    _, done = texts_of(engine, [request_of([1, 2, 3], 300, sampling=GREEDY)], guesses)
-    assert done.guessed_tokens <= 6
+    drafts = speculation(engine, share)
+    _, done = texts_of(engine, [request_of([1, 2, 3], 300, sampling=GREEDY)], drafts)
+    assert done.draft_tokens <= 6
 
 
 def test_many_streams_are_left_alone(request_of):
     engine = engine_of()
     requests = [request_of([place, 2, 3], 60) for place in range(9)]
     _, done = texts_of(engine, requests, speculation(engine), max_running=9)
-    assert done.guessed_tokens == 0
+    assert done.draft_tokens == 0
 
 
 def test_a_full_cache_and_a_paused_text(request_of, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_draft_model_guesses_where_the_text_does_not(request_of):
         if knows == 1.0:
             assert done.accepted_tokens > 40
         if knows == 0.0:
-            assert done.guessed_tokens < 80
+            assert done.draft_tokens < 80
     small = ScriptedEngine(vocab_size=VOCAB // 2, logits=logits_after)
     assert texts_of(engine, requests, speculation(engine, draft=small))[0] == expected
     full = engine_of(logits_after, cache_tokens=64)

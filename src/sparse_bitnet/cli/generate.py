@@ -169,8 +169,8 @@ def main(
     from sparse_bitnet.generation.open_model import open_model
 
     model = open_model(checkpoint, engine)
-    guesses = speculation.open(model, engine)
-    form = None if grammar is None else model.grammars().start(grammar)
+    drafts = speculation.open(model, engine)
+    matcher = None if grammar is None else model.grammars().start(grammar)
     prompt = config.read_prompt()
     tokens = model.first_tokens(prompt)
     print(prompt, end="", flush=True)
@@ -180,8 +180,8 @@ def main(
             config.max_tokens,
             sampling=text,
             stop=text.stop,
-            form=form,
-            speculation=guesses,
+            grammar=matcher,
+            speculation=drafts,
             on_text=_show,
         )
     finally:
@@ -205,14 +205,14 @@ def _read_text(option: str, path: str) -> str:
 
 def _print_statistics(text: "Generation", engine_name: str) -> None:
     prefill, decode = text.prefill_rate, text.decode_rate
-    guessed = text.guessed_tokens
+    drafted = text.draft_tokens
     cached = f" ({text.cached_tokens:,} cached)" if text.cached_tokens else ""
     print(
         f"prompt {text.prompt_tokens:,} tokens{cached}"
         + (f", {prefill:,.1f} tokens/s" if prefill else "")
         + f"; text {len(text.tokens):,} tokens"
         + (f", {decode:,.1f} tokens/s" if decode else "")
-        + (f"; {guessed:,} draft tokens, {text.accepted_tokens:,} accepted" if guessed else "")
+        + (f"; {drafted:,} draft tokens, {text.accepted_tokens:,} accepted" if drafted else "")
         + f"; ended by {text.finish_reason}; engine {engine_name}",
         file=sys.stderr,
     )
@@ -266,7 +266,7 @@ def chat(
             sampling=text,
             speculation=speculation.open(model, engine),
             stop=text.stop,
-            form=None if grammar is None else model.grammars().start(grammar),
+            grammar=None if grammar is None else model.grammars().start(grammar),
         )
         if is_terminal:
             print(HELP)

@@ -97,7 +97,7 @@ class Conversation:
             model: stays the caller's, who closes its engine.
             max_tokens, speculation: of each answer, as for `OpenModel.continue_tokens`.
             system: instructions that come first.
-            sampling, fields: of each answer's `GenerationRequest`, such as `stop` and `form`.
+            sampling, fields: of each answer's `GenerationRequest`, such as `stop` and `grammar`.
 
         Raises `UserError` for a model that has no chat template.
         """

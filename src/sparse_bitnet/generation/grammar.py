@@ -33,7 +33,7 @@ _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
 """float32 [256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
 
 
-class FormLost(UserError):
+class GrammarFailed(UserError):
     """A text cannot continue under its grammar."""
 
 
@@ -130,7 +130,7 @@ class TokenGrammars:
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
         self._sandbox = Sandbox("grammar")
-        self._kept: dict[Grammar, Form] = {}
+        self._kept: dict[Grammar, GrammarMatcher] = {}
         self._refused: dict[bytes, str] = {}
         """Errors by a digest of the grammar, which may be large."""
         self._tokenizer: Any = None
@@ -140,7 +140,7 @@ class TokenGrammars:
                 eos_token=[vocab_size, *(end for end in sorted(end_tokens) if end < vocab_size)],
             )
 
-    def known(self, grammar: Grammar) -> "Form | None":
+    def known(self, grammar: Grammar) -> "GrammarMatcher | None":
         """Return one of the last grammars at the beginning of a text, at once; None for any other.
 
         Raises `UserError` for one that was refused lately.
@@ -149,12 +149,12 @@ class TokenGrammars:
         with self._lock:
             if (reason := self._refused.get(digest)) is not None:
                 raise UserError(reason)
-            if (form := self._kept.pop(grammar, None)) is None:
+            if (matcher := self._kept.pop(grammar, None)) is None:
                 return None
-            self._kept[grammar] = form
-            return form.copy()
+            self._kept[grammar] = matcher
+            return matcher.copy()
 
-    def start(self, grammar: Grammar) -> "Form":
+    def start(self, grammar: Grammar) -> "GrammarMatcher":
         """Return a grammar at the beginning of a text. What is new is first tried in a process that may
         fail, and takes up to a second or two, while other threads continue.
 
@@ -166,8 +166,8 @@ class TokenGrammars:
             return known
         tried = self._sandbox.ask(json.dumps([grammar.source, grammar.is_lark_or_gbnf]))
         if "answer" in tried:
-            matcher = grammar_matcher(tried["answer"], self._tokenizer)
-            tried = {"error": matcher.get_error()} if matcher.is_error() else {}
+            compiled = grammar_matcher(tried["answer"], self._tokenizer)
+            tried = {"error": compiled.get_error()} if compiled.is_error() else {}
         if "error" in tried:
             # What is before the last comment may be the schema's own words.
             comments = re.findall(r" // (.{1,80})\n +\^", tried["error"])
@@ -178,14 +178,14 @@ class TokenGrammars:
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
             raise UserError(reason)
-        form = Form(matcher, self.vocab_size)
+        matcher = GrammarMatcher(compiled, self.vocab_size)
         # The first place may take long: here, where nobody waits for it.
-        form._compute()
+        matcher._compute()
         with self._lock:
-            self._kept[grammar] = form
+            self._kept[grammar] = matcher
             if len(self._kept) > _KEPT:
                 del self._kept[next(iter(self._kept))]
-        return form.copy()
+        return matcher.copy()
 
 
 def _digest(grammar: Grammar) -> bytes:
@@ -233,7 +233,7 @@ class _Vocabulary:
         return tokens
 
 
-class Form:
+class GrammarMatcher:
     """A grammar at some place of one text."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -241,14 +241,14 @@ class Form:
         self._bits = np.zeros(vocab_size // 32 + 1, np.uint32)
         self._debt = 0.0
 
-    def copy(self) -> "Form":
+    def copy(self) -> "GrammarMatcher":
         """Return the grammar of another text at the same place."""
-        return Form(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """Return the logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
 
-        Raises `FormLost` where none can: the vocabulary lacks the bytes, or llguidance gives up; and
+        Raises `GrammarFailed` where none can: the vocabulary lacks the bytes, or llguidance gives up; and
         where the rules take so long that other texts would wait.
         """
         began = time.thread_time()
@@ -268,11 +268,11 @@ class Form:
             failure = _one_line(self._matcher.get_error())
             is_stuck = not failure or failure.startswith("NoExtension")
             reason = "the vocabulary lacks what comes next" if is_stuck else failure
-            raise FormLost(f"the grammar cannot be satisfied: {reason}")
+            raise GrammarFailed(f"the grammar cannot be satisfied: {reason}")
 
     def take(self, token: int) -> bool:
         """Advance by a token; return whether the text is complete and nothing can follow. Raises
-        `FormLost` as `masked` does."""
+        `GrammarFailed` as `masked` does."""
         began = time.thread_time()
         self._matcher.consume_token(token)
         self._pay_for(began)
@@ -281,7 +281,9 @@ class Form:
     def _pay_for(self, began: float) -> None:
         self._debt = max(0.0, self._debt + time.thread_time() - began - _FREE_SECONDS)
         if self._debt > _MOST_SECONDS:
-            raise FormLost("the grammar cannot be satisfied: its rules take too long to follow")
+            raise GrammarFailed(
+                "the grammar cannot be satisfied: its rules take too long to follow"
+            )
 
 
 def _one_line(message: str) -> str:

@@ -19,7 +19,7 @@ from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import GeneratedText, TextTokenizer
 
 if TYPE_CHECKING:
-    from sparse_bitnet.generation.grammar import Form
+    from sparse_bitnet.generation.grammar import GrammarMatcher
 
 FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
 """An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
@@ -104,7 +104,7 @@ class GenerationRequest:
     """The text starts anew instead of continuing the prompt's; see `TextStream`."""
     stop_tokens: frozenset[int] = frozenset()
     """End-of-sequence tokens, no part of the text."""
-    form: "Form | None" = None
+    grammar: "GrammarMatcher | None" = None
     """Grammar of the text, at its beginning; the text ends where that is complete."""
     top_scores: int | None = None
     """Log-probabilities of the tokens and this many of the likeliest ones; None: none."""
@@ -123,7 +123,7 @@ class GenerationRequest:
     @property
     def strips_start(self) -> bool:
         """Whether to drop the space before the first word; a grammar may require that space."""
-        return self.is_start and self.form is None
+        return self.is_start and self.grammar is None
 
 
 @dataclass(eq=False)
@@ -144,13 +144,13 @@ class Generation:
     embedding: np.ndarray | None = None
     """float32 [hidden_size], of a request with `pooling`."""
     sequence: EngineSequence | None = None
-    guess: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
     """Draft tokens, computed together with the last token of the context."""
     cancel_asked: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None
-    guessed_tokens: int = 0
+    draft_tokens: int = 0
     """Number of draft tokens computed."""
     accepted_tokens: int = 0
     """Number of draft tokens accepted."""
@@ -218,8 +218,8 @@ class Generation:
         return GeneratedText(request.tokenizer, request.stop, is_start=request.strips_start)
 
     @cached_property
-    def _form(self) -> "Form | None":
-        return None if self.request.form is None else self.request.form.copy()
+    def _matcher(self) -> "GrammarMatcher | None":
+        return None if self.request.grammar is None else self.request.grammar.copy()
 
     @property
     def in_cache(self) -> int:
@@ -275,7 +275,7 @@ class Generation:
         """Return its part of a forward: the sequence and the next tokens, draft tokens last."""
         assert self.sequence is not None
         tokens = self.context[self.in_cache : self.in_cache + size]
-        return self.sequence, tokens + self.guess[: size - len(tokens)]
+        return self.sequence, tokens + self.draft[: size - len(tokens)]
 
     def largest_cache(self, ahead: int | None) -> int:
         """Tokens in the cache when this many more have been drawn, or all (None)."""
@@ -299,7 +299,7 @@ class Generation:
     def take(self, results: np.ndarray, which: WhichLogits) -> list[Output]:
         """Return what follows from the results of the tokens just forwarded; nothing while some miss."""
         if which == "all" and self.generated:
-            return self._take_guess(results)
+            return self._take_draft(results)
         if which == "all":
             self.take_prompt_logits(results)
         elif which == "hidden":
@@ -311,17 +311,17 @@ class Generation:
             return [Output("", (), "stop")]
         return [self.take_logits(results[-1] if which == "all" else results)]
 
-    def _take_guess(self, logits: np.ndarray) -> list[Output]:
+    def _take_draft(self, logits: np.ndarray) -> list[Output]:
         """Draw from float32 logits [1 + draft tokens, vocab_size] until a draft token is rejected."""
         assert self.sequence is not None
         start, outputs = self.in_cache - len(logits), []
         for place, row in enumerate(logits):
             outputs.append(self.take_logits(row))
-            came_true = self.guess[place : place + 1] == self.context[-1:]
-            if outputs[-1].finish is not None or not came_true:
+            is_accepted = self.draft[place : place + 1] == self.context[-1:]
+            if outputs[-1].finish is not None or not is_accepted:
                 break
         self.sequence.truncate(start + len(outputs))
-        self.guess = []
+        self.draft = []
         return outputs
 
     def take_logits(self, logits: np.ndarray) -> Output:
@@ -329,8 +329,8 @@ class Generation:
         request = self.request
         if request.max_tokens == 0:
             return Output("", (), "length")
-        form = self._form
-        token = self._sampler.draw(logits if form is None else form.masked(logits))
+        matcher = self._matcher
+        token = self._sampler.draw(logits if matcher is None else matcher.masked(logits))
         self.context.append(token)
         if token in request.stop_tokens:
             return self._output(self._stream.flush(), "stop", token)
@@ -339,7 +339,7 @@ class Generation:
         text = self._stream.add(token)
         if self._stream.stopped:
             return self._output(text, "stop", token)
-        if form is not None and form.take(token):
+        if matcher is not None and matcher.take(token):
             return self._output(text + self._stream.flush(), "stop", token)
         if self.generated >= request.max_tokens:
             return self._output(text + self._stream.flush(), "length", token)
@@ -359,7 +359,7 @@ class Generation:
         if self.scores_wanted:
             self.prompt_scores.clear()
         self.__dict__.pop("_states", None)
-        self.guess = []
+        self.draft = []
         if self.sequence is not None:
             self.sequence.close()
             self.sequence = None

@@ -169,8 +169,8 @@ class Scheduler:
             batch = shares([g for g, which in wanted.items() if which != "all"], *self._slices)
             texts = [entry for entry in batch if wanted[entry[0]] == "last"]
             ready = any(size == g.missing and not g.is_before_scores for g, size in texts)
-            guessed = self._guessed(texts)
-            self._forward(guessed or texts, "all" if guessed else "last" if ready else "none")
+            drafted = self._with_drafts(texts)
+            self._forward(drafted or texts, "all" if drafted else "last" if ready else "none")
             self._forward([entry for entry in batch if wanted[entry[0]] == "hidden"], "hidden")
             scored = [g for g, which in wanted.items() if which == "all"]
             most = min(self._slices[0] if batch else _PREFILL_ALONE, self._most_scored)
@@ -180,15 +180,15 @@ class Scheduler:
                 self._fail(generation, error)
         self.delivered()
 
-    def _guessed(self, texts: list[tuple[Generation, int]]) -> list[tuple[Generation, int]]:
+    def _with_drafts(self, texts: list[tuple[Generation, int]]) -> list[tuple[Generation, int]]:
         """Return `texts` with draft tokens added to each one's next token; an empty list if there are
         none, as while prompts are computed."""
         drawing = [g for g, _ in texts if g.is_drawing]
         if len(drawing) < len(texts):
             return []
-        for generation, guess in zip(drawing, self._speculation.guess(drawing), strict=True):
-            generation.guess = guess
-        entries = [(generation, 1 + len(generation.guess)) for generation in drawing]
+        for generation, draft in zip(drawing, self._speculation.propose(drawing), strict=True):
+            generation.draft = draft
+        entries = [(generation, 1 + len(generation.draft)) for generation in drawing]
         return entries if any(size > 1 for _, size in entries) else []
 
     def _end_unwanted(self) -> None:
@@ -294,9 +294,9 @@ class Scheduler:
             except CacheFull as error:
                 if self._prefixes.evict():
                     continue
-                if which == "all" and any(generation.guess for generation, _ in batch):
+                if which == "all" and any(generation.draft for generation, _ in batch):
                     for generation, _ in batch:
-                        generation.guess = []
+                        generation.draft = []
                     batch, which = [(generation, 1) for generation, _ in batch], "last"
                 elif len(self._running) == 1:
                     self._fail(self._running[0], error)
@@ -313,11 +313,11 @@ class Scheduler:
 
     def _take(self, generation: Generation, results: np.ndarray, which: WhichLogits) -> None:
         """Hand out what a generation makes of its results."""
-        guessed = len(generation.guess)
+        drafted = len(generation.draft)
         try:
             outputs = generation.take(results, which)
-            generation.guessed_tokens += guessed
-            generation.accepted_tokens += len(outputs) - 1 if guessed else 0
+            generation.draft_tokens += drafted
+            generation.accepted_tokens += len(outputs) - 1 if drafted else 0
             for output in outputs:
                 self._hand_out(generation, output)
         except Exception as error:

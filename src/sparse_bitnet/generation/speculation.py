@@ -57,11 +57,11 @@ class PromptLookup:
         """Take in what `context` has more than the last time."""
         for place in range(self._read, len(context)):
             if self._source:
-                came_true = context[self._source] == context[place]
+                is_right = context[self._source] == context[place]
                 kind = bisect(_MATCHES, self._matched)
-                self._rates[kind] += (came_true - self._rates[kind]) * _MEMORY
+                self._rates[kind] += (is_right - self._rates[kind]) * _MEMORY
                 self._source, self._matched = (
-                    (self._source + 1, self._matched + 1) if came_true else (0, 0)
+                    (self._source + 1, self._matched + 1) if is_right else (0, 0)
                 )
             key = 0
             for count, after in zip(_NGRAMS, self._after, strict=True):
@@ -73,7 +73,7 @@ class PromptLookup:
                 after[key] = place + 1
         self._read = len(context)
 
-    def guess(self, context: Sequence[int], most: int) -> tuple[list[int], list[float]]:
+    def propose(self, context: Sequence[int], most: int) -> tuple[list[int], list[float]]:
         """Return draft tokens, and for each the probability that it and those before it are accepted."""
         if not self._source:
             return [], []
@@ -112,7 +112,7 @@ class _Text:
     sequence: EngineSequence | None = None
     """The draft model's."""
     draft_rate: float = 0.6
-    guess: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
     drafted: bool = False
     before: int = 0
     """Tokens of the text when the draft was made."""
@@ -137,7 +137,7 @@ class Speculation:
         """Seconds that the draft model takes for a token."""
         self._texts: dict[Generation, _Text] = {}
 
-    def guess(self, generations: Sequence[Generation]) -> list[list[int]]:
+    def propose(self, generations: Sequence[Generation]) -> list[list[int]]:
         """Return draft tokens for each generation, to be computed together with its next token."""
         if self._most == 0 or not generations or len(generations) > MOST_STREAMS:
             return [[] for _ in generations]
@@ -145,16 +145,16 @@ class Speculation:
         chances = []
         for generation, text in zip(generations, texts, strict=True):
             # Count the accepted tokens of the draft model's last draft.
-            for guessed, token in zip(
-                text.guess if text.drafted else (), generation.context[text.before :], strict=False
+            for drafted, token in zip(
+                text.draft if text.drafted else (), generation.context[text.before :], strict=False
             ):
-                text.draft_rate += ((guessed == token) - text.draft_rate) * 3 * _MEMORY
-                if guessed != token:
+                text.draft_rate += ((drafted == token) - text.draft_rate) * 3 * _MEMORY
+                if drafted != token:
                     break
             text.before = len(generation.context)
             text.lookup.read(generation.context)
             room = min(self._most, generation.request.max_tokens - generation.generated - 1)
-            text.guess, own = text.lookup.guess(generation.context, room)
+            text.draft, own = text.lookup.propose(generation.context, room)
             text.drafted = self._draft is not None and (not own or own[0] < text.draft_rate)
             if text.drafted:
                 # Rates are forgotten slowly, so that a draft that failed is tried again.
@@ -165,9 +165,9 @@ class Speculation:
         for generation, text, size in zip(generations, texts, sizes, strict=True):
             if text.drafted:
                 drafted = self._drafted(text, generation.context, size) if size else []
-                text.guess = [token for token in drafted if token < self._engine.vocab_size]
-            del text.guess[size:]
-        return [text.guess for text in texts]
+                text.draft = [token for token in drafted if token < self._engine.vocab_size]
+            del text.draft[size:]
+        return [text.draft for text in texts]
 
     def _drafted(self, text: _Text, context: Sequence[int], most: int) -> list[int]:
         """Return at most `most` tokens of the draft model; fewer if its context or cache are full, none

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.grammar import FormLost
+from sparse_bitnet.generation.grammar import GrammarFailed
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
 from sparse_bitnet.generation.scheduler import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
@@ -67,8 +67,8 @@ class Answering:
         requests, body, ignored = prepared.requests, prepared.body, prepared.ignored
         if prepared.untried is not None:
             async with self._compiling:
-                form = await asyncio.to_thread(self._model.grammars.start, prepared.untried)
-            requests = [replace(one, form=form) for one in requests]
+                matcher = await asyncio.to_thread(self._model.grammars.start, prepared.untried)
+            requests = [replace(one, grammar=matcher) for one in requests]
         generations = self._submit(requests)
         # They are cancelled, and logged, once the answer has ended.
         request.scope["generations"] = generations
@@ -247,7 +247,7 @@ def _failure(generation: Generation) -> ApiError:
     if generation.finish_reason == "cancelled":
         return ApiError(499, "cancelled")
     error = generation.failure
-    if isinstance(error, FormLost):
+    if isinstance(error, GrammarFailed):
         return ApiError(400, str(error))
     reason = error if isinstance(error, UserError) else type(error).__name__
     return ApiError(500, f"the generation failed: {reason}", code="generation_failed")

@@ -95,7 +95,7 @@ class ServerMetrics(Observer):
         for name, tokens in (
             ("prompt_tokens", generation.prompt_tokens if generation.started else 0),
             ("cached_tokens", generation.cached_tokens),
-            ("draft_tokens", generation.guessed_tokens),
+            ("draft_tokens", generation.draft_tokens),
             ("accepted_tokens", generation.accepted_tokens),
             ("preemptions", generation.pauses),
         ):

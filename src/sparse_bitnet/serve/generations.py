@@ -108,10 +108,10 @@ def requests_of(
     rooms = [max(min(most, capacity - len(prompt)), 1) for prompt in prompts]
     wanted = [room if asked == -1 else min(asked, room) for room in rooms]
     cut = body.model_fields_set & {"max_tokens"} if asked > min(rooms) else set()
-    grammar = body.form()
+    grammar = body.constraint()
     if isinstance(body, ChatBody) and body.functions:
         grammar = _with_calls(grammar, body, model.tool_syntax)
-    form = None if grammar is None else model.grammars.known(grammar)
+    matcher = None if grammar is None else model.grammars.known(grammar)
     scores_prompt = any(echo) and body.top_scores is not None
     if body.top_scores is not None:
         scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
@@ -131,7 +131,7 @@ def requests_of(
             stop=tuple(body.stop),
             is_start=isinstance(body, ChatBody) and not body.continues,
             stop_tokens=model.end_tokens,
-            form=form,
+            grammar=matcher,
             top_scores=body.top_scores,
             score_from=0 if scores_prompt else None,
             deliver=partial(deliver, place * body.n + choice),
@@ -139,7 +139,7 @@ def requests_of(
         for place, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True))
         for choice in range(body.n)
     ]
-    untried = grammar if form is None else None
+    untried = grammar if matcher is None else None
     ignored = body.ignored | cut
     return Prepared(body=body, requests=requests, untried=untried, ignored=ignored, echo=echo)
 

@@ -53,10 +53,10 @@ class ResponsesBody(SamplingBody):
         given |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
         given["reasoning_effort"] = (self.reasoning or {}).get("effort")
         if self.text is not None and self.text.format is not None:
-            form = {n: value for n, value in self.text.format.items() if value is not None}
-            if form.get("type") == "json_schema":
-                form = {"type": form.pop("type"), "json_schema": form}
-            given["response_format"] = form
+            format = {n: value for n, value in self.text.format.items() if value is not None}
+            if format.get("type") == "json_schema":
+                format = {"type": format.pop("type"), "json_schema": format}
+            given["response_format"] = format
         given["tools"] = [
             {"type": tool.get("type"), "function": {n: tool[n] for n in tool if n != "type"}}
             for tool in self.functions
@@ -109,7 +109,7 @@ class ResponsesReply(Reply):
         super().__init__(model, body)
         self._output: list[dict[str, Any]] = []
         self._number = 0
-        form = asked.text.format if asked.text is not None else None
+        format = asked.text.format if asked.text is not None else None
         absent = dict.fromkeys(("description", "parameters", "strict"))
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -128,7 +128,7 @@ class ResponsesReply(Reply):
             "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},
             "store": False,
             "temperature": asked.temperature,
-            "text": {"format": form or {"type": "text"}},
+            "text": {"format": format or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": [absent | tool for tool in asked.functions],
             "top_p": asked.top_p,

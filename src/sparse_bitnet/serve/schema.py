@@ -229,7 +229,7 @@ class _Body(SamplingBody):
             **{name: getattr(self, name) for name in RANGES},
         )
 
-    def form(self) -> Grammar | None:
+    def constraint(self) -> Grammar | None:
         """Return the grammar that the text has to match; None: any text. Raises `UserError` for an
         invalid grammar, and `ApiError` for two constraints at once."""
         outputs = self.structured_outputs or StructuredOutputs()
