@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and variants of a model that the CPU engine needs, from its config.json. No torch."""
+"""Sizes and variants of a model that the CPU engine needs, read from its config.json. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder of the llama/qwen2 family."""
+    """Sizes and variants of a decoder of the llama/qwen2 family."""
 
     model_type: str
     hidden: int
@@ -75,9 +75,9 @@ class Architecture:
     activation: int
     """A value of `ACTIVATIONS`."""
     positions: int
-    """Longest context that the model was made for."""
+    """Longest context that the model was trained for, in tokens."""
     ties_head: bool
-    """The output head is the embedding."""
+    """Whether the output head is the embedding."""
     qkv_bias: bool
     o_bias: bool
     linear_norms: bool
@@ -95,7 +95,7 @@ class Architecture:
     """Attention window of each layer in tokens, the token itself included; 0 or empty tuple: no limit."""
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Name in the block -> (out_features, in_features)."""
+        """Return (out_features, in_features) of every linear of a block, by its name in the block."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         of_keys = (keys, self.hidden)
@@ -111,9 +111,9 @@ class Architecture:
         return dict(zip(BLOCK_LINEARS.values(), shapes, strict=True))
 
     def vectors(self) -> dict[str, tuple[str, int]]:
-        """Norms and biases of a block: name in csrc/decoder.h -> (name in the block, length).
+        """Return norms and biases of a block: name in csrc/decoder.h -> (name in the block, length).
 
-        What normalises the input of q, k, v, gate or up alone is the decoder's `q_linear_norm` and so on.
+        A norm of the input of q, k, v, gate or up alone is the decoder's `q_linear_norm` and so on.
         """
         shapes = {key: self.linear_shapes()[name] for key, name in BLOCK_LINEARS.items()}
         named = {"input_norm": ("input_layernorm.weight", self.hidden)}
@@ -193,12 +193,12 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
 
 
 def _activation(config: dict[str, Any]) -> Any:
-    """Its name; Gemma's configs have another field for it."""
+    """Return the name of the activation; Gemma's configs have another field for it."""
     return config.get("hidden_activation" if config.get("model_type") == GEMMA3 else "hidden_act")
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
-    """Raise `EngineLacks` for what changes a forward and is not computed here."""
+    """Raise `EngineLacks` for settings that change the forward pass and are not supported here."""
     model_type, activation = config["model_type"], _activation(config)
     epsilon, in_linears = config.get("rms_norm_eps"), config.get(LINEAR_NORMS)
     layer_types, setting = config.get("layer_types"), unread_setting(config)
@@ -231,9 +231,9 @@ def _lacks(where: str, what: str) -> EngineLacks:
 
 
 def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool = False) -> Rope:
-    """Return the rope of a config.json; `local`: of its layers with a window.
+    """Return the rope of a config.json; `local`: that of its layers with a window.
 
-    Raises `UserError`, beginning with `where`, for kinds that are not computed and for missing numbers.
+    Raises `UserError`, beginning with `where`, for unsupported kinds and missing numbers.
     """
     fields = rope_of(config, where, local=local)
     kind = fields["rope_type"]
@@ -266,7 +266,7 @@ def _frequencies(kind: str, head_dim: int, numbers: Fields, config: dict[str, An
 
 
 def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
-    """Long wavelengths are stretched by `factor`, those in between partly (Llama 3.1)."""
+    """Return Llama 3.1's rope: long wavelengths are stretched by `factor`, those in between partly."""
     factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
     context = numbers["original_max_position_embeddings"]
     wavelength = np.float32(2 * math.pi) / plain
@@ -278,7 +278,8 @@ def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
 
 
 def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
-    """YaRN (arXiv 2309.00071): slow dimensions are interpolated, quick ones left, a ramp between."""
+    """Return YaRN's rope (arXiv 2309.00071): slow dimensions are interpolated, quick ones kept, with a
+    ramp between."""
     context = numbers["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings")
     if numbers.is_set("factor") or not isinstance(longest, int):

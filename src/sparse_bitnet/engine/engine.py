@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU engine: a packed folder, and a decoder in C++ that runs it (csrc/decoder.h). No torch."""
+"""The CPU engine: runs a packed folder with a decoder in C++ (csrc/decoder.h). No torch."""
 
 import time
 from pathlib import Path
@@ -22,16 +22,16 @@ _LARGEST_OF_KEYS = 16.0
 
 
 class Engine(InferenceEngine):
-    """A packed model on the CPU. Made by `Engine.load`.
+    """A packed model on the CPU, made by `Engine.load`.
 
     Attributes:
         architecture: sizes of the model.
-        weight_format: "i2", "b3" or "lookup": the weights in memory.
-        head_format: "int8", "int4", "bfloat16", "float32" or "i2": the output head in memory.
-        kv_cache: "int8", "int4", "float16" or "float32": keys and values in memory.
-        weight_bytes, head_bytes: what a token reads of them.
-        isa: name of the kernels in use.
-        load_seconds: from the call of `load` to its return.
+        weight_format: run-time format of the weights: "i2", "b3" or "lookup".
+        head_format: run-time format of the output head: "int8", "int4", "bfloat16", "float32" or "i2".
+        kv_cache: data type of the KV cache: "int8", "int4", "float16" or "float32".
+        weight_bytes, head_bytes: bytes of weights and of the head that are read per token.
+        isa: instruction set of the kernels in use.
+        load_seconds: duration of `load`.
     """
 
     page_tokens: int = _cpu.PAGE_TOKENS
@@ -93,8 +93,8 @@ class Engine(InferenceEngine):
             options: fields of `EngineOptions`: threads, weight_format, head, kv_cache, activations,
                 context_length, cache_tokens.
 
-        Raises `UserError` for a folder that is not packed, damaged (naming the tensor) or of a kind that
-        the engine does not run, for options that do not fit, and where memory does not suffice.
+        Raises `UserError` for a folder that is not packed, damaged (naming the tensor) or not supported
+        by the engine, for options that do not fit, and for too little memory.
         """
         return cls(folder, EngineOptions(**options), isa)
 
@@ -144,7 +144,7 @@ class Engine(InferenceEngine):
 def _weight_format(
     model: EngineModel, asked: str, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
 ) -> str:
-    """The key of `FORMATS` for an option. Raises `UserError` where the model cannot be multiplied so."""
+    """Return the key of `FORMATS` for an option. Raises `UserError` if the model does not support it."""
     has_groups = model.scale_groups() != {0}
     if asked == "auto":
         pattern = model.metadata.pattern
@@ -159,7 +159,7 @@ def _weight_format(
 
 
 def _cache_type(weights: Weights) -> str:
-    """ "int8", unless something makes a few numbers of all keys so large, as in Qwen2.5, that their scale
+    """Return "int8", unless a few numbers of every key are so large, as in Qwen2.5, that their scale
     would hide the others."""
     names = ("k_proj.bias", "k_norm.weight", "key_layernorm.weight")
     given = [values for name, values in weights.vectors.items() if name.endswith(names)]
@@ -168,7 +168,7 @@ def _cache_type(weights: Weights) -> str:
 
 
 def _activation_group(model: EngineModel, activations: str) -> int:
-    """Inputs that share a scale, 0 for all of a token."""
+    """Return the number of inputs that share a scale; 0: all of a token."""
     if activations == "auto" and model.metadata.format.quantizer != REGISTERED["quantizer"]:
         return 0  # trained here, and so with the inputs of a token
     groups = model.scale_groups()
@@ -183,7 +183,8 @@ def _activation_group(model: EngineModel, activations: str) -> int:
 def _decoder_model(
     architecture: Architecture, weights: Weights, activation_group: int
 ) -> _cpu.ModelBuilder:
-    """Sizes, and addresses of what `weights` keeps; `activation_group` inputs share a scale, 0: all."""
+    """Return sizes, and addresses of memory that `weights` owns; `activation_group` inputs share a
+    scale, 0: all."""
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
     ropes = (architecture.rope, architecture.local_rope)
     frequencies = [np.ascontiguousarray(rope.inverse_frequencies, np.float32) for rope in ropes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model of the CPU engine: a packed checkpoint with all tensors that its config.json needs. No torch."""
+"""A packed checkpoint as the CPU engine reads it: all tensors that its config.json needs. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ _TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8", "ternary": "U8"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """A packed model as the engine reads it; the contents of its tensors are not checked yet."""
+    """A packed model that the engine has opened; the contents of its tensors are not checked yet."""
 
     folder: Path
     file: TensorFile
@@ -36,16 +36,16 @@ class EngineModel:
 
     @property
     def exact(self) -> bool:
-        """Every group of weights has n non-zeros, no fewer."""
+        """Whether every group of weights has exactly n non-zeros."""
         return needs_exact(self.metadata.packed_format)
 
     @property
     def table_names(self) -> list[str]:
-        """Embedding and, unless it is the same, output head."""
+        """Names of the embedding and, unless it is tied, of the output head."""
         return [EMBEDDING] if self.architecture.ties_head else [EMBEDDING, HEAD]
 
     def scale_group(self, block: str, linear: str) -> int:
-        """The count of weights of a layer that share a scale; 0 stands for a row or the matrix."""
+        """Return the number of weights of a layer that share a scale; 0: a whole row or matrix."""
         shape = self.file.entries[f"{block}.{linear}.weight_scale"].shape
         columns = self.architecture.linear_shapes()[linear][1]
         return columns // shape[1] if len(shape) == 2 and shape[1] > 1 else 0
@@ -59,7 +59,8 @@ class EngineModel:
         }
 
     def floats(self, name: str) -> np.ndarray:
-        """A tensor as float32, its checksum compared. Raises `UserError`, naming it, if damaged."""
+        """Return a tensor as float32 after comparing its checksum. Raises `UserError`, naming it, if
+        damaged."""
         self.file.verify_tensor(name)
         values = self.file.array(name)
         if self.file.entries[name].dtype == "BF16":
@@ -70,8 +71,8 @@ class EngineModel:
         return values
 
     def scales(self, name: str) -> np.ndarray:
-        """A tensor of weight scales, float32 in the shape of the file, checked to be positive; of
-        several, those of codes that are all zero may be zero."""
+        """Return a tensor of weight scales, float32 in the shape of the file. Raises `UserError` unless
+        they are positive; of several, those of codes that are all zero may be zero."""
         values = self.floats(name)
         if values.min() < 0 or (values.size == 1 and values.item() == 0):
             raise UserError(
@@ -82,11 +83,11 @@ class EngineModel:
 
 
 def open_engine_model(path: str | Path) -> EngineModel:
-    """A folder written by `sparse-bitnet pack` as the engine runs it.
+    """Open a folder written by `sparse-bitnet pack`.
 
-    Raises `EngineLacks` for what the CPU engine cannot run, superfluous tensors included, and `UserError`
-    for anything else, naming a tensor that is missing or of another type or shape than config.json
-    describes.
+    Raises `EngineLacks` for a model that the CPU engine does not support, extra tensors included, and
+    `UserError` for anything else, naming a tensor that is missing or whose type or shape differs from
+    config.json.
     """
     checkpoint = open_checkpoint(path, "packed")
     folder, file, metadata = checkpoint.folder, checkpoint.file, checkpoint.metadata
@@ -123,7 +124,7 @@ def open_engine_model(path: str | Path) -> EngineModel:
 
 
 def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:
-    """Every tensor: name -> (possible types, shape; None for any number of bytes)."""
+    """Return every tensor of the model: name -> (possible types, shape; None for any number of bytes)."""
     architecture, metadata = model.architecture, model.metadata
     wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {}
     floats = ("F32", "BF16", "F16")

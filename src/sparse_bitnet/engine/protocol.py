@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of an engine to text generation, the scheduler and lm-eval, and the code that all engines
-share: sequences, checks of a batch, and one caller at a time. Free of torch.
+"""Interface of an engine, and the code that all engines share: sequences, checks of a batch, and
+locking. Text generation, the scheduler and lm-eval use it. Free of torch.
 
 `engine.Engine` runs packed models in C++; `transformers_engine.TransformersEngine` any transformers
 model.
@@ -20,18 +20,18 @@ WhichLogits = Literal["none", "last", "all", "hidden"]
 
 
 class ContextFull(UserError):
-    """A sequence would pass the context length."""
+    """Raised when a sequence would exceed the context length."""
 
 
 class CacheFull(UserError):
-    """The cache has no room for the tokens of a forward; closing sequences makes room."""
+    """Raised when the cache has no room for the tokens of a forward; closing sequences makes room."""
 
 
 class EngineSequence:
-    """Tokens whose keys and values an engine holds."""
+    """A sequence of tokens whose keys and values an engine holds."""
 
     def __init__(self, engine: "InferenceEngine", cache: Any, tokens: list[int]) -> None:
-        """Made by `engine`; `cache` is opaque to callers."""
+        """Create a sequence; only `engine` calls this. `cache` is opaque to callers."""
         self.engine, self.cache = engine, cache
         self._tokens = tokens
         self.is_open = True
@@ -39,14 +39,15 @@ class EngineSequence:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens so far, a copy."""
+        """A copy of the tokens so far."""
         return list(self._tokens)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def fork(self, length: int | None = None) -> "EngineSequence":
-        """A new sequence that starts with the first `length` tokens (all). Raises `CacheFull`."""
+        """Return a new sequence that starts with the first `length` tokens (default: all). Raises
+        `CacheFull`."""
         with self.engine.turn():
             length = self.check(len(self) if length is None else length)
             cache = self.engine._fork(self, length)
@@ -60,7 +61,7 @@ class EngineSequence:
                 self.engine._truncate(self)
 
     def close(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Free the memory; a second call does nothing."""
         with self.engine._turns:
             if self.is_open:
                 self.engine._release(self)
@@ -68,7 +69,7 @@ class EngineSequence:
                 self.is_open = False
 
     def check(self, length: int) -> int:
-        """The length. Raises `ValueError` if the sequence is closed or has fewer tokens."""
+        """Return the length. Raises `ValueError` if the sequence is closed or has fewer tokens."""
         if not self.is_open:
             raise ValueError("the sequence is closed")
         if not 0 <= length <= len(self):
@@ -77,25 +78,26 @@ class EngineSequence:
 
 
 class InferenceEngine(ABC):
-    """A loaded model with a cache for many sequences. Calls from several threads take turns.
+    """A loaded model with a KV cache for many sequences. Calls from several threads run one after
+    another.
 
     Attributes:
-        vocab_size: tokens that the model knows.
-        context_length: most tokens of one sequence.
-        hidden_size: numbers of a hidden state.
-        sequences: the open ones.
+        vocab_size: number of tokens that the model knows.
+        context_length: maximum number of tokens of one sequence.
+        hidden_size: size of a hidden state.
+        sequences: the open sequences.
     """
 
     page_tokens = 1
-    """Tokens by which the room grows that a sequence takes in the cache."""
+    """Tokens per page of the cache; a sequence takes whole pages."""
 
     batch_invariant = False
-    """A token's logits are the same to the last bit whatever is computed with it."""
+    """Whether a token's logits are bit-identical whatever else is in the batch."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, positions: int, context_length: int | None
     ) -> None:
-        """`context_length`: by default all positions of the model. Raises `UserError` for more."""
+        """`context_length`: default all positions of the model. Raises `UserError` for more."""
         if not 1 <= (length := context_length or positions) <= positions:
             raise UserError(
                 f"--context-length {length}: the model was made for 1 to {positions} tokens"
@@ -108,10 +110,10 @@ class InferenceEngine(ABC):
     @property
     @abstractmethod
     def free_tokens(self) -> int:
-        """Tokens for which the cache has room, whole pages."""
+        """Return the number of tokens for which the cache has whole free pages."""
 
     def new_sequence(self) -> EngineSequence:
-        """An empty sequence."""
+        """Return an empty sequence."""
         with self.turn():
             return EngineSequence(self, self._open(), [])
 
@@ -120,13 +122,15 @@ class InferenceEngine(ABC):
         batch: Sequence[tuple[EngineSequence, Sequence[int]]],
         logits: WhichLogits = "last",
     ) -> list[np.ndarray]:
-        """Append tokens to sequences, each once in the batch, and return float32 logits for each entry:
-        [vocab_size] after its last token ("last") or [tokens, vocab_size] ("all"). "none" returns an
-        empty list, "hidden" the tokens' hidden states behind the final norm, [tokens, hidden_size].
+        """Append tokens to sequences, each once in the batch, and return float32 results for each entry.
 
-        Raises, before anything has changed, `ContextFull` or `CacheFull`, and `ValueError` for no tokens
-        or some outside the vocabulary, and for sequences that are closed, of another engine or twice in
-        the batch.
+        `logits` selects them: [vocab_size] after its last token ("last"); [tokens, vocab_size] ("all");
+        the hidden states after the final norm, [tokens, hidden_size] ("hidden"); or an empty list
+        ("none").
+
+        Raises, before anything changes, `ContextFull` or `CacheFull`, and `ValueError` for an entry
+        without tokens, a token outside the vocabulary, and a sequence that is closed, of another engine
+        or twice in the batch.
         """
         with self.turn():
             if len({id(sequence) for sequence, _ in batch}) < len(batch):
@@ -135,7 +139,7 @@ class InferenceEngine(ABC):
             try:
                 rows = self._compute(checked, logits) if checked else []
             except BaseException:
-                # Caches may be ahead of the tokens: after Ctrl-C, or where memory ends.
+                # After Ctrl-C or a MemoryError, caches may be ahead of the tokens.
                 for sequence, _ in checked:
                     self._truncate(sequence)
                 raise
@@ -144,8 +148,8 @@ class InferenceEngine(ABC):
             return rows
 
     def close(self) -> None:
-        """Give the memory back, after a call of another thread has ended; a second call does nothing.
-        Sequences are then closed."""
+        """Free the memory and close all sequences, after a call of another thread has ended; a second
+        call does nothing."""
         with self._turns:
             for sequence in list(self.sequences):
                 sequence.close()
@@ -155,14 +159,15 @@ class InferenceEngine(ABC):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, no other thread changes the engine. Raises `ValueError` after `close`."""
+        """Keep other threads from using the engine inside the block. Raises `ValueError` after
+        `close`."""
         with self._turns:
             if self._is_closed:
                 raise ValueError("the engine is closed")
             yield
 
     def _checked(self, sequence: EngineSequence, tokens: Sequence[int]) -> np.ndarray:
-        """int32 [tokens]. Out-of-range numbers are found before they are narrowed."""
+        """Return the tokens as int32; numbers out of range are refused before they are narrowed."""
         if getattr(sequence, "engine", None) is not self:
             raise ValueError("a sequence of another engine")
         sequence.check(0)
@@ -182,24 +187,24 @@ class InferenceEngine(ABC):
     def _compute(
         self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
     ) -> list[np.ndarray]:
-        """`forward` of a checked batch."""
+        """Compute `forward` for a checked batch."""
 
     @abstractmethod
     def _open(self) -> Any:
-        """The `cache` of a new sequence."""
+        """Return the `cache` of a new sequence."""
 
     @abstractmethod
     def _fork(self, sequence: EngineSequence, length: int) -> Any:
-        """The `cache` of a new sequence with the first tokens of another."""
+        """Return the `cache` of a new sequence with the first tokens of another."""
 
     @abstractmethod
     def _truncate(self, sequence: EngineSequence) -> None:
-        """Make the cache hold no more than the tokens, also after a `_compute` that was broken off."""
+        """Cut the cache back to the tokens, also after a `_compute` that was interrupted."""
 
     @abstractmethod
     def _release(self, sequence: EngineSequence) -> None:
-        """Give back the `cache` of a sequence that is closed."""
+        """Free the `cache` of a sequence that is closed."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Give the model back; sequences are closed already."""
+        """Free the model; sequences are closed already."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's protocol over any transformers causal LM: for other architectures, for checkpoints that
+"""The engine interface over any transformers causal LM: for other architectures, for checkpoints that
 are not packed, and as the reference of the CPU engine."""
 
 import contextlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine(InferenceEngine):
-    """Runs each sequence through a transformers model, one after the other."""
+    """Runs each sequence through a transformers model, one after another."""
 
     def __init__(
         self,
@@ -26,12 +26,12 @@ class TransformersEngine(InferenceEngine):
         context_length: int | None = None,
         cache_tokens: int | None = None,
     ) -> None:
-        """Takes the model over until `close`: in evaluation mode, masks and codes selected once.
+        """Use `model` until `close`, in evaluation mode, with masks and codes selected once.
 
         Args:
             model: a causal LM, on any device and in any dtype.
-            context_length: most tokens of one sequence; default the model's positions.
-            cache_tokens: room for this many tokens over all sequences; default without limit.
+            context_length: maximum number of tokens of one sequence; default: the model's positions.
+            cache_tokens: maximum number of tokens over all sequences; default: no limit.
 
         Raises `UserError` for a context beyond the model's positions.
         """
@@ -61,7 +61,7 @@ class TransformersEngine(InferenceEngine):
         return [] if logits == "none" else [r[-1] if logits == "last" else r for r in rows]
 
     def _run(self, sequence: EngineSequence, tokens: list[int], logits: WhichLogits) -> np.ndarray:
-        """float32 [tokens or 1, vocab_size], or [tokens, hidden_size]."""
+        """Return float32 [tokens or 1, vocab_size], or hidden states [tokens, hidden_size]."""
         held = sequence.cache.get_seq_length() if self._has_cache else 0
         given = sequence.tokens[held:] + tokens
         options: dict[str, Any] = {
@@ -83,7 +83,7 @@ class TransformersEngine(InferenceEngine):
             )
 
     def _open(self) -> Any:
-        """An empty cache of transformers; None for a model that computes all tokens again."""
+        """Return an empty cache of transformers; None for a model that computes all tokens again."""
         from transformers import DynamicCache
 
         return DynamicCache() if self._has_cache else None
@@ -98,8 +98,8 @@ class TransformersEngine(InferenceEngine):
         return cache
 
     def _truncate(self, sequence: EngineSequence) -> None:
-        """Drop a cache that has more than the tokens: they are computed again with the next ones. After
-        Ctrl-C some layers have more and others not."""
+        """Drop a cache that is longer than the tokens; the next forward computes them again. After
+        Ctrl-C some layers are longer and others not."""
         if self._has_cache and sequence.cache.get_seq_length() > len(sequence):
             sequence.cache = self._open()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a packed model in the form in which they are multiplied, in memory of their own, and the
-choice of that form. No torch.
+"""Weights of a packed model in the run-time formats that the kernels multiply, and the choice of the
+format. No torch.
 
 Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time
-form written in the same pass, piece by piece, so that the file takes no memory of its own. What is run as
-it is stored can instead be mapped, and is only checked: the system's copy of the file is the memory then.
+format written in the same pass, piece by piece, so that the file takes no memory of its own. Rows whose
+stored and run-time format agree can instead be memory-mapped; they are only checked.
 """
 
 import ctypes
@@ -54,10 +54,11 @@ _ONE_INPUT = (_LINEARS[:3], _LINEARS[3:4], _LINEARS[4:6], _LINEARS[6:])
 
 
 def choose_head(model: EngineModel, head: str) -> str:
-    """The form of the output head: int8, int4, bfloat16, float32 or i2, for an option of `Engine.load`.
+    """Return the run-time format of the output head (int8, int4, bfloat16, float32 or i2) for an option
+    of `Engine.load`.
 
-    Raises `UserError` for int4 where the hidden size has no groups of 64, and for another form of a head
-    that is ternary.
+    Raises `UserError` for int4 if the hidden size has no groups of 64, and for another format of a
+    ternary head.
     """
     stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
     if head in ("auto", "stored"):
@@ -93,7 +94,7 @@ def choose_format(
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
     best = min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
-    # A folder that cannot be written costs a measurement at every start, nothing else.
+    # If the folder cannot be written, every start measures again.
     with suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({**known, key: best}, indent=2) + "\n")
@@ -108,16 +109,16 @@ def measure_formats(
     exact: bool = False,
     size: int | None = None,
 ) -> dict[str, float]:
-    """Return the seconds that a weight takes in every format that holds the pattern, the least of
+    """Return the seconds that a weight takes in every format that supports the pattern, the least of
     several interleaved measurements.
 
-    `size`: bytes of the weights, which are read again and again until as many were read as by default.
+    `size`: bytes of the weights; by default more than caches hold. Smaller weights are read repeatedly.
     """
     size = size or _BYTES
     coded = coded_pattern(pattern)
     memory = _cpu.HugeBuffer(size + 512)
-    # Random bytes: what they stand for matters to no kernel's speed, that they are not one page does.
-    # Each format meets weights it would not write (fields of 3), which kernels do not check.
+    # Random bytes: kernels are as fast with any values, but not with one page mapped many times.
+    # Some are invalid in each format (fields of 3), which kernels do not check.
     view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(memory.address))
     view[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), memory.size)
     x = np.random.default_rng(0).standard_normal(COLUMNS, np.float32)
@@ -129,7 +130,7 @@ def measure_formats(
     kernels.quantize(pool, x.ctypes.data, activations)
     products: dict[str, Any] = {}
     weights, outputs = {}, []
-    # lookup is for instruction sets that look 64 bytes up at once, and for whole groups in the columns.
+    # lookup needs an instruction set with 64-byte table lookups, and whole groups in the columns.
     looks_up = kernels.isa in _LOOK_UP and COLUMNS % coded.m == 0
     for name, format in FORMATS.items():
         if name == "lookup" and not looks_up:
@@ -158,25 +159,26 @@ def measure_formats(
 
 
 def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Bytes of a row in a format of `FORMATS`; `exact`: every group has n non-zeros."""
+    """Return the bytes of a row in a format of `FORMATS`; `exact`: every group has n non-zeros."""
     coded = coded_pattern(pattern)
     is_exact = exact and weight_format == "lookup"
     return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns, is_exact)
 
 
 def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Bytes between rows: whole cache lines, but for lookup, of which strips take whole lines."""
+    """Return the bytes between rows: whole cache lines, or for lookup the exact bytes, as its strips
+    fill lines."""
     size = row_bytes(weight_format, pattern, columns, exact)
     return size if weight_format == "lookup" else _aligned(size)
 
 
 class Weights:
-    """Weights of one model as the decoder takes them: addresses of memory that `kept` and `vectors` own.
+    """Weights of one model for the decoder: addresses of memory that `kept` and `vectors` own.
 
     Attributes:
         matrices: the linears of the blocks by name.
         vectors: norms and biases by name, float32.
-        embedding, head: tables, the same one if the model ties them.
+        embedding, head: tables; the same one if the model ties them.
         weight_bytes: bytes of the matrices, with scales of rows and groups.
         head_bytes: bytes of the output head with its scales.
     """
@@ -195,12 +197,12 @@ class Weights:
 
         Args:
             model: the opened file.
-            kernels, pool: what reads them.
-            weight_format: a key of `FORMATS` in which the model can be multiplied.
-            head_format: what `choose_head` returned.
-            is_mapped: whether rows that lie in the file as they would in memory stay there.
+            kernels, pool: used for reading.
+            weight_format: a key of `FORMATS` that the model supports.
+            head_format: a result of `choose_head`.
+            is_mapped: whether rows that have the same layout in the file stay memory-mapped.
 
-        Raises `UserError`, naming the tensor, where one is damaged; `MemoryError`.
+        Raises `UserError`, naming the tensor, if one is damaged; `MemoryError`.
         """
         self._model, self._kernels, self._pool = model, kernels, pool
         self.kept: list[Any] = []
@@ -226,7 +228,7 @@ class Weights:
         del self._pool  # the system may not start a decoder's threads beside these
 
     def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
-        """A table in a form of `choose_head`, and its bytes."""
+        """Return a table in a format of `choose_head`, and its bytes."""
         architecture = self._model.architecture
         shape = rows, columns = architecture.vocab, architecture.hidden
         stored = _STORED_NAMES[self._model.file.entries[name].dtype]
@@ -253,7 +255,7 @@ class Weights:
         return table, rows * stride + scales.nbytes
 
     def _ternary_table(self, name: str, shape: tuple[int, int]) -> tuple[_cpu.Table, int]:
-        """A table of i2 rows [rows, columns] with scales of groups, and its bytes with these."""
+        """Return a table of i2 rows [rows, columns] with scales of groups, and its bytes with these."""
         dense = NMPattern(1, 1)
         rows, columns = shape
         group = columns // self._model.file.entries[f"{name}_scale"].shape[1]
@@ -274,7 +276,7 @@ class Weights:
         self, blocks: list[str], weight_format: str
     ) -> tuple[dict[str, _cpu.Matrix], int]:
         """Return the matrices of the blocks by name, in a format of `FORMATS`, and their total bytes,
-        scales of rows and groups included."""
+        with scales of rows and groups."""
         model, shapes = self._model, self._model.architecture.linear_shapes()
         pattern = coded_pattern(model.metadata.pattern)
         stored = model.metadata.packed_format, model.metadata.pattern
@@ -290,7 +292,7 @@ class Weights:
         for block in blocks:
             for linear, shape in shapes.items():
                 name, stride = f"{block}.{linear}", strides[linear]
-                # Of matrices with the same input the least group that one has; 0 for no groups.
+                # The smallest group of all matrices with the same input; 0 for no groups.
                 beside = next(names for names in _ONE_INPUT if linear in names)
                 groups = [model.scale_group(block, other) for other in beside]
                 scales = self._scales(
@@ -311,7 +313,8 @@ class Weights:
         return matrices, bytes_of_all
 
     def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
-        """The scales of a matrix as `_cpu.Matrix` takes them, for `group` weights unless that is 0."""
+        """Return the scales of a matrix as arguments of `_cpu.Matrix`, one per `group` weights unless
+        that is 0."""
         values = self._model.scales(name)
         if group == 0 and values.size == 1:
             return {"scale": values.item()}
@@ -324,7 +327,7 @@ class Weights:
                 kind = DTYPES[self._model.file.entries[name].dtype]
             elif values.shape != (1,):
                 values = values.repeat(groups // values.shape[1], 1)
-            # Those of a strip together; rows that fill up the last one have none.
+            # Scales of a strip lie together; rows that fill up the last strip have none.
             filled = np.zeros((_in_strips(rows), groups), values.dtype)
             filled[:rows] = values
             scales = filled.reshape(-1, _cpu.STRIP_ROWS, groups).swapaxes(1, 2)
@@ -342,7 +345,8 @@ class Weights:
         shape: tuple[int, int],
         in_place: int | None = None,
     ) -> None:
-        """Write the rows of a packed tensor to the address of its matrix, if they are not `in_place`."""
+        """Write the rows of a packed tensor to the address of its matrix, unless they are used
+        `in_place`."""
         coded, form = coded_pattern(pattern), packed_format.replace("-", "_")
         source = _cpu.StoredMatrix(
             _cpu.StoredFormat[form], coded.n, coded.m, *shape, **self._source(name, in_place)
@@ -352,7 +356,8 @@ class Weights:
         self._check(name, crc32, is_readable, why)
 
     def _in_place(self, name: str, rows: int, stride: int) -> int | None:
-        """The address of a tensor in the mapped file, if its rows lie there as they would in memory."""
+        """Return the address of a tensor in the mapped file if its rows have the run-time layout there,
+        else None."""
         entry, mapped = self._model.file.entries[name], self._mapped
         fits = entry.end - entry.begin == rows * stride and entry.begin % _ALIGNMENT == 0
         read = entry.begin + _in_strips(rows) * stride + _SLACK
@@ -369,7 +374,7 @@ class Weights:
         return {"bytes": size, "descriptor": self._descriptor, "offset": entry.begin}
 
     def _buffer(self, size: int) -> _cpu.HugeBuffer:
-        """Memory in huge pages where there are some, with readable bytes behind it."""
+        """Allocate memory, in huge pages if the system has them, with readable bytes after its end."""
         buffer = _cpu.HugeBuffer(size + _SLACK)
         self.kept.append(buffer)
         return buffer
@@ -385,10 +390,10 @@ class Weights:
 
 
 def _in_strips(rows: int) -> int:
-    """Rows, with those that fill up the last strip."""
+    """Return the number of rows, rounded up to whole strips."""
     return -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
 
 
 def _aligned(size: int) -> int:
-    """Whole cache lines."""
+    """Round up to whole cache lines."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to text: sampling, generation, chat, and the scheduler of many requests."""
+"""From logits to text: sampling, generation, chat, and a scheduler for many requests."""

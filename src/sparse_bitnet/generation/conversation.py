@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats: a model's own template makes prompts of them, and a conversation computes no turn twice."""
+"""Chats: a model's chat template makes prompts of messages, and a conversation computes each turn
+once."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,8 @@ from sparse_bitnet.generation.text import named_tokens
 
 
 class ChatTemplate:
-    """A Jinja template with the special tokens that it may name, rendered as transformers renders it, in
-    a process that bounds what a template of strangers can take. Any thread may render."""
+    """A Jinja template with the special tokens that it may use, rendered as transformers does, but in a
+    process with limits on time and memory, since templates are untrusted. Any thread may render."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises `UserError` for a template with a syntax error."""
@@ -46,7 +47,7 @@ class ChatTemplate:
         else:
             source = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
-            # Several templates by name, the older form.
+            # The older format: several templates by name.
             entries = [entry for entry in source if isinstance(entry, dict)]
             templates = {str(entry.get("name")): entry.get("template") for entry in entries}
             source = templates.get("default")
@@ -58,15 +59,16 @@ class ChatTemplate:
         return cls(source, named_tokens(folder))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the chat as one text, to be tokenised without adding special tokens.
+        """Return the chat as one prompt, to be tokenised without adding special tokens.
 
         Args:
             messages: each with "role" and "content", oldest first.
-            variables: further names that the template knows, such as `tools`; without
-                `add_generation_prompt=False` the text ends with the beginning of the assistant's answer.
+            variables: further names for the template, such as `tools`; unless
+                `add_generation_prompt=False`, the prompt ends with the beginning of the assistant's
+                answer.
 
-        Raises `UserError` where the template refuses the chat, fails, or takes more time, memory or text
-        than the sandbox allows.
+        Raises `UserError` if the template refuses the chat, fails, or exceeds the sandbox's limits of
+        time, memory or output.
         """
         given = {"tools": None, "documents": None, "add_generation_prompt": True}
         given |= self._special_tokens | variables | {"messages": list(messages)}
@@ -79,7 +81,8 @@ class ChatTemplate:
 
 
 class Conversation:
-    """Messages so far, each a dictionary with "role" and "content", and the model that answers them."""
+    """The messages so far, each a dictionary with "role" and "content", and the model that answers
+    them."""
 
     def __init__(
         self,
@@ -94,10 +97,10 @@ class Conversation:
         """Load the model's chat template.
 
         Args:
-            model: stays the caller's, who closes its engine.
-            max_tokens, speculation: of each answer, as for `OpenModel.continue_tokens`.
-            system: instructions that come first.
-            sampling, fields: of each answer's `GenerationRequest`, such as `stop` and `grammar`.
+            model: stays open; the caller closes its engine.
+            max_tokens, speculation: for each answer, as in `OpenModel.continue_tokens`.
+            system: system prompt.
+            sampling, fields: fields of each answer's `GenerationRequest`, such as `stop` and `grammar`.
 
         Raises `UserError` for a model that has no chat template.
         """
@@ -109,15 +112,16 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all but the instructions."""
+        """Forget all messages but the system prompt."""
         self.messages: list[dict[str, str]] = list(self._instructions)
 
     def answer(self, message: str, *, on_text: Callable[[str], None]) -> Generation:
         """Return the model's answer to a message, at most as long as the context has room for. Both
-        become part of the conversation; so does what `on_text` got of an answer that Ctrl-C ends.
+        become part of the conversation; if Ctrl-C ends the answer, the part that `on_text` received
+        does.
 
-        Raises `UserError`, the conversation as before, when the template refuses the message, and
-        `ContextFull` when the context has no room for an answer.
+        Raises `UserError` when the template refuses the message, and `ContextFull` when the context has
+        no room for an answer; the conversation is then as before.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
         text, most = self._template.render(messages), self._model.engine.context_length
@@ -127,7 +131,7 @@ class Conversation:
                 f"the conversation with this message has {len(prompt):,} tokens and the context holds "
                 f"{most:,}: start over, or write less"
             )
-        # The same question twice may have two answers; the same conversation has one.
+        # A repeated question may get another answer; a repeated conversation gets the same ones.
         seed = (self._sampling.seed + len(self.messages)) % 2**64
         pieces: list[str] = []
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: llguidance says which tokens can come next, so that every text fits a grammar."""
+"""Structured output: llguidance computes which tokens can come next, so that every output fits a
+grammar."""
 
 import hashlib
 import importlib.util
@@ -18,23 +19,24 @@ from sparse_bitnet.generation.sandbox import Sandbox, grammar_matcher
 from sparse_bitnet.generation.text import TextTokenizer
 
 _MOST_REFUSED = 1000
-"""Number of errors that are remembered; some take half a second of processor time each."""
+"""Number of errors to remember; some take half a second of processor time each."""
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
-"""Between the parts of JSON. Unbounded, a weak model would go on with it for ever."""
+"""Whitespace allowed between the parts of JSON; unbounded, a weak model would write it for ever."""
 
 _LONGEST = 64
-"""Bytes of a token."""
+"""Maximum length of a token in bytes."""
 _MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
-"""Seconds of processor time that a text's grammar may be in debt, and that each call pays back."""
+"""Seconds of processor time that an output's grammar may owe, and that each call pays back."""
 _KEPT = 8
-"""Grammars at their beginning, the last ones: each takes 5 ms, and an agent's requests share one."""
+"""Number of recent grammars to keep at their start: compiling takes 5 ms, and an agent's requests share
+one."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
-"""float32 [256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
+"""float32 [256, 8]: offsets that a byte of a mask adds to the logits of its eight tokens."""
 
 
 class GrammarFailed(UserError):
-    """A text cannot continue under its grammar."""
+    """Raised when an output cannot continue under its grammar."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,16 @@ class Grammar:
 
     source: str
     rule: str = ""
-    """A Lark rule for use in other rules; empty where the grammar is not of JSON."""
+    """A Lark rule for use in other rules; empty unless the grammar is of JSON."""
     is_lark_or_gbnf: bool = False
-    """The source is rules as their author wrote them, not yet in llguidance's words."""
+    """Whether the source is as its author wrote it, and not yet in llguidance's syntax."""
 
     @classmethod
     def json_schema(cls, schema: Any, *, is_strict: bool = True) -> Self:
-        """Return the grammar of JSON that a schema (object or boolean) describes.
+        """Return the grammar of JSON that fits a schema (object or boolean).
 
-        `is_strict`: keywords that cannot be honoured are refused, later by `TokenGrammars.start`; else
-        they are ignored.
+        `is_strict`: unsupported keywords are refused, later by `TokenGrammars.start`; else they are
+        ignored.
         """
         rule = json_rule(schema, is_strict)
         return replace(cls.lark(f"start: {rule}"), rule=rule)
@@ -70,7 +72,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Return the grammar of what a regular expression (Rust's kind) matches as a whole.
+        """Return the grammar of text that a regular expression (Rust's syntax) matches as a whole.
 
         Raises `UserError` for half a character (a lone surrogate).
         """
@@ -79,18 +81,20 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """Return the grammar of one of the texts, as one terminal: llguidance takes 2,000 rules there."""
+        """Return the grammar of one of the texts, as one terminal: as rules, llguidance supports only
+        2,000."""
         return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
     def lark(cls, rules: str) -> Self:
-        """Return a grammar in llguidance's dialect of Lark, which begins with the rule `start`. An error
-        in a line that ends in a comment begins with that comment."""
+        """Return a grammar in llguidance's dialect of Lark, which begins with the rule `start`. If a
+        line ends in a comment, errors in that line begin with the comment."""
         return cls(json.dumps({"grammars": [{"lark_grammar": rules}]}))
 
     @classmethod
     def rules(cls, text: str) -> Self:
-        """Return a grammar of rules in Lark or llama.cpp's GBNF: `TokenGrammars.start` finds out."""
+        """Return a grammar of rules in Lark or llama.cpp's GBNF; `TokenGrammars.start` finds out
+        which."""
         return cls(text, is_lark_or_gbnf=True)
 
 
@@ -105,12 +109,12 @@ def _llguidance() -> Any:
 
 
 def lark_text(text: str) -> str:
-    """Return a text as Lark writes it."""
+    """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_rule(schema: Any, is_strict: bool) -> str:
-    """Return a part of Lark rules: JSON of a schema."""
+    """Return JSON of a schema as part of a Lark rule."""
     if schema is True:
         schema = {}
     elif not isinstance(schema, dict):
@@ -120,13 +124,13 @@ def json_rule(schema: Any, is_strict: bool) -> str:
 
 
 class TokenGrammars:
-    """Grammars in the tokens of one model. Making it takes seconds where there are 150,000 of them, and
-    nothing else runs meanwhile."""
+    """Grammars in the tokens of one model. Creating it takes seconds for 150,000 tokens and blocks other
+    threads."""
 
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: frozenset[int]
     ) -> None:
-        """`end_tokens`: those that may come where a text is complete."""
+        """`end_tokens`: tokens that are allowed where the output is complete."""
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
         self._sandbox = Sandbox("grammar")
@@ -141,9 +145,9 @@ class TokenGrammars:
             )
 
     def known(self, grammar: Grammar) -> "GrammarMatcher | None":
-        """Return one of the last grammars at the beginning of a text, at once; None for any other.
+        """Return a recently used grammar at the start of an output, at once; None for any other.
 
-        Raises `UserError` for one that was refused lately.
+        Raises `UserError` for a grammar that was refused recently.
         """
         digest = _digest(grammar) if self._refused else b""
         with self._lock:
@@ -155,11 +159,11 @@ class TokenGrammars:
             return matcher.copy()
 
     def start(self, grammar: Grammar) -> "GrammarMatcher":
-        """Return a grammar at the beginning of a text. What is new is first tried in a process that may
-        fail, and takes up to a second or two, while other threads continue.
+        """Return a grammar at the start of an output. A new grammar is first tried in a separate
+        process, which may fail; this takes up to two seconds, while other threads continue.
 
-        Raises `UserError` for a grammar that is none, asks for what is not supported, or is too large,
-        and where llguidance is not installed.
+        Raises `UserError` for an invalid, unsupported or too large grammar, and if llguidance is not
+        installed.
         """
         _llguidance()
         if (known := self.known(grammar)) is not None:
@@ -169,7 +173,7 @@ class TokenGrammars:
             compiled = grammar_matcher(tried["answer"], self._tokenizer)
             tried = {"error": compiled.get_error()} if compiled.is_error() else {}
         if "error" in tried:
-            # What is before the last comment may be the schema's own words.
+            # Anything before the last comment may be text of the schema itself.
             comments = re.findall(r" // (.{1,80})\n +\^", tried["error"])
             about = f"{comments[-1]}: " if comments else ""
             reason = f"{about}the grammar cannot be satisfied: {_one_line(tried['error'])}"
@@ -179,7 +183,7 @@ class TokenGrammars:
                     del self._refused[next(iter(self._refused))]
             raise UserError(reason)
         matcher = GrammarMatcher(compiled, self.vocab_size)
-        # The first place may take long: here, where nobody waits for it.
+        # The first mask may take long; computed here, it delays no other output.
         matcher._compute()
         with self._lock:
             self._kept[grammar] = matcher
@@ -193,7 +197,7 @@ def _digest(grammar: Grammar) -> bytes:
 
 
 class _Vocabulary:
-    """Tokens as llguidance asks for them, and one more that ends a text where the model has none."""
+    """Tokens as llguidance wants them, and one more that ends an output if the model has no end token."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -208,7 +212,7 @@ class _Vocabulary:
             token for token, text in enumerate(self.tokens) if token in special or not text
         ]
         for token in self.special_token_ids:
-            # Told apart by their names.
+            # Unique names keep them apart.
             self.tokens[token] = b"<%d>" % token
 
         self._encode = tokenizer.encode
@@ -216,12 +220,13 @@ class _Vocabulary:
         self._by_bytes = {self.tokens[token]: token for token in plain}
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of text that has to come, as the model would write it, with nothing around it."""
+        """Return the tokens of text that must come, as the model would write it, without special tokens
+        around it."""
         tokens, rest = self._encode(text, add_special_tokens=False), text.encode()
         known = [self.tokens[token] for token in tokens if token < len(self.tokens)]
         if b"".join(known) == rest:
             return tokens
-        # The tokenizer puts a space before it, or knows no such character: the longest tokens there are.
+        # If the tokenizer adds a space or lacks a character, use the longest tokens that match.
         tokens = []
         while rest:
             starts = (rest[:size] for size in range(min(len(rest), _LONGEST), 0, -1))
@@ -234,7 +239,7 @@ class _Vocabulary:
 
 
 class GrammarMatcher:
-    """A grammar at some place of one text."""
+    """A grammar and the place that one output has reached in it."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
@@ -242,19 +247,19 @@ class GrammarMatcher:
         self._debt = 0.0
 
     def copy(self) -> "GrammarMatcher":
-        """Return the grammar of another text at the same place."""
+        """Return a matcher at the same place, for another output."""
         return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """Return the logits, float32 [vocab_size], with minus infinity for tokens that cannot come next.
 
-        Raises `GrammarFailed` where none can: the vocabulary lacks the bytes, or llguidance gives up; and
-        where the rules take so long that other texts would wait.
+        Raises `GrammarFailed` if no token can: the vocabulary lacks the bytes, or llguidance gives up;
+        and if the rules take so long that other outputs would wait.
         """
         began = time.thread_time()
         self._compute()
         self._pay_for(began)
-        # By a table, several times as fast as a choice for each token.
+        # A table is several times as fast as a choice for each token.
         offsets = _OFFSETS.take(self._bits.view(np.uint8), axis=0, mode="clip")
         masked = offsets.reshape(-1)[: self._vocab_size]
         masked += logits
@@ -262,7 +267,7 @@ class GrammarMatcher:
 
     def _compute(self) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        # The last bits are no tokens of the model.
+        # The last bits stand for no token.
         self._bits[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
         if self._matcher.is_error() or not self._bits.any():
             failure = _one_line(self._matcher.get_error())
@@ -271,7 +276,7 @@ class GrammarMatcher:
             raise GrammarFailed(f"the grammar cannot be satisfied: {reason}")
 
     def take(self, token: int) -> bool:
-        """Advance by a token; return whether the text is complete and nothing can follow. Raises
+        """Advance by a token; return whether the output is complete and nothing can follow. Raises
         `GrammarFailed` as `masked` does."""
         began = time.thread_time()
         self._matcher.consume_token(token)
@@ -287,7 +292,7 @@ class GrammarMatcher:
 
 
 def _one_line(message: str) -> str:
-    """Without its place in rules that are ours."""
+    """Return the message in one line, without its place in rules that are ours."""
     text = re.sub(r"(\n *\d+ \|| ?<state>).*", "", message, flags=re.DOTALL)
     text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
     return " ".join(text.split())[:300]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as people name it becomes an engine, a tokenizer and the tokens that end a text. Ternary
-models of other tools are packed once into the cache folder, so that the CPU engine runs them."""
+"""Opens a checkpoint by the name a user gives: engine, tokenizer and end tokens. Ternary models of other
+tools are packed once into the cache folder, so that the CPU engine runs them."""
 
 import hashlib
 import importlib
@@ -58,11 +58,11 @@ class OpenModel:
 
     @property
     def engine_name(self) -> str:
-        """Return "cpu" or "transformers"."""
+        """The engine: "cpu" or "transformers"."""
         return "cpu" if self.engine.batch_invariant else "transformers"
 
     def first_tokens(self, prompt: str) -> list[int]:
-        """Return the prompt's tokens; for an empty one the token between documents, if any."""
+        """Return the prompt's tokens; for an empty prompt the token between documents, if any."""
         return self.tokenizer.encode(prompt) or sorted(self.end_tokens)[:1]
 
     def generate(
@@ -75,15 +75,15 @@ class OpenModel:
         top_p: float = 0.95,
         **sampling: Any,
     ) -> str:
-        """Return the text that follows a prompt, without the prompt: that of `sparse-bitnet generate`.
+        """Return the text that follows a prompt, without the prompt, like `sparse-bitnet generate`.
 
         Args:
-            prompt: the text to continue, as it is: no chat template is applied.
-            max_tokens: maximum number of tokens to add.
-            stop: strings that end the text and are no part of it.
+            prompt: text to continue; no chat template is applied.
+            max_tokens: maximum number of tokens to generate.
+            stop: stop strings; the text ends before the first of them.
             temperature, top_p, sampling: fields of `SamplingOptions`, such as `top_k` and `seed`.
 
-        Raises `UserError` for a value out of its range and a prompt that the context does not hold.
+        Raises `UserError` for a value out of its range and for a prompt that exceeds the context length.
         """
         drawn = SamplingOptions(temperature=temperature, top_p=top_p, **sampling)
         tokens = self.first_tokens(prompt)
@@ -99,15 +99,15 @@ class OpenModel:
         on_text: Callable[[str], None] = lambda piece: None,
         **fields: Any,
     ) -> "Generation":
-        """Return the generation that continues a prompt.
+        """Generate tokens after a prompt.
 
         Args:
-            prompt: tokens, at least one.
-            max_tokens: most tokens of the text, at least one.
-            prefixes: sequences of this engine from earlier calls, to start from and to add to.
+            prompt: token ids, at least one.
+            max_tokens: maximum number of tokens to generate, at least one.
+            prefixes: sequences of this engine from earlier calls; used as prefixes, and added to.
             speculation: source of draft tokens; the text is the same, sooner.
             on_text: called for each token with the text that can now be shown, often "".
-            fields: further fields of its `GenerationRequest`.
+            fields: further fields of the `GenerationRequest`.
 
         Raises `UserError` before any work for options out of their range and a prompt that the model
         cannot continue, as `Scheduler.run` does.
@@ -132,28 +132,29 @@ class OpenModel:
         return generation
 
     def grammars(self) -> "TokenGrammars":
-        """Return what makes grammars of texts in the model's tokens."""
+        """Return the factory of grammars in the model's tokens."""
         from sparse_bitnet.generation.grammar import TokenGrammars
 
         return TokenGrammars(self.tokenizer, self.engine.vocab_size, self.end_tokens)
 
 
 def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> OpenModel:
-    """Load a checkpoint with the engine that `options` ask for, by default the fastest that can run it.
+    """Load a checkpoint with the engine that `options` choose, by default the fastest that supports it.
 
     A packed model on the CPU engine needs neither torch nor transformers.
 
     Args:
-        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
-            hub id. Ternary models of other tools are packed once.
+        checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder
+            or hub id. Ternary models of other tools are packed once.
         options: the engine and its settings.
 
-    Raises `UserError` for what cannot be loaded, and for a choice that cannot be honoured.
+    Returns the `OpenModel`; its `engine.close()` frees the memory. Raises `UserError` for a checkpoint
+    that cannot be loaded, and for an explicit choice that cannot be honoured.
     """
     options = options or EngineOptions()
     folder = runnable_folder(checkpoint, options)
     if is_packed(folder) or (Path(folder) / TOKENIZER_FILE).is_file():
-        # Beside the import of numpy and of most of the engine; before the weights, which use the memory
+        # In parallel with importing numpy and the engine; before the weights, which reuse the memory
         # that parsing takes for a moment.
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(TextTokenizer.load, folder)
@@ -165,7 +166,7 @@ def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> 
         tokenizer = TextTokenizer(load_tokenizer(folder).backend_tokenizer)
     ends: set[int | None] = {*end_tokens(folder)}
     if named := named_tokens(folder).get("eos_token"):
-        # That of a turn, where a model was made to chat without its config being told.
+        # The end of a turn, in case a chat model's config does not list it.
         ends.add(tokenizer.token_id(named))
     engine = open_engine(folder, options)
     known = frozenset(end for end in ends if end is not None and end < engine.vocab_size)
@@ -192,8 +193,8 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
-    """Load a folder of `runnable_folder`, and write to standard error why "auto" runs a packed model
-    through transformers. Raises `UserError` as `open_model`."""
+    """Load a folder of `runnable_folder`; if "auto" runs a packed model through transformers, say why on
+    standard error. Raises `UserError` as `open_model`."""
     why = why_not_cpu(folder, options)
     if why is None:
         from sparse_bitnet.engine.engine import Engine
@@ -222,10 +223,11 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
 
 
 def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
-    """Return what keeps the CPU engine from running a folder, as far as options and headers tell.
+    """Return the reason why the CPU engine cannot run a folder, as far as options and headers show; None
+    if it can.
 
-    Raises `UserError` for a packed folder that is damaged, which transformers would only find later, and
-    where `options` ask for that engine and it lacks what the model needs.
+    Raises `UserError` for a damaged packed folder, which transformers would find only later, and if
+    `options` require that engine and it lacks what the model needs.
     """
     from sparse_bitnet.engine.architecture import read_architecture
 
@@ -243,7 +245,7 @@ def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
 
             open_engine_model(folder)
         elif path.is_file():
-            # `Engine.load` says what to do about a model that is only not packed.
+            # For a model that only needs packing, `Engine.load` says so.
             read_architecture(read_json_if_there(path), str(path))
     except (ImportError, EngineLacks) as error:
         lacks = error if isinstance(error, EngineLacks) else EngineLacks(f"{_NOT_BUILT} ({error})")
@@ -254,21 +256,21 @@ def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
 
 
 def is_packed(checkpoint: str | Path) -> bool:
-    """Whether it is a folder written by `sparse-bitnet pack`, by its config.json."""
-    # Unlike a path's method false, too, for names of which no file can be.
+    """Whether the config.json of a folder says that `sparse-bitnet pack` wrote it."""
+    # Unlike `Path.is_file`, this is false for names that no file can have.
     if not os.path.isfile(os.path.join(checkpoint, CONFIG_FILE)):
         return False
     return quantization_entry(read_config(checkpoint)).get("quant_method") == QUANT_METHOD
 
 
 def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
-    """Return the folder, or hub id, that an engine runs for what a user names: the folder that it is, or
-    the packed form of a foreign ternary model, in the cache folder.
+    """Return the folder or hub id that an engine runs for the name a user gives: the folder itself, or
+    the packed form of another tool's ternary model, in the cache folder.
 
-    A GGUF file is always packed; a folder where the CPU engine may run it and knows its architecture.
-    What is packed already and unchanged since is not packed again.
+    A GGUF file is always packed; a folder only if the CPU engine may run it and supports its
+    architecture. An unchanged model is not packed again.
 
-    Raises `UserError` for what cannot be found, read or packed.
+    Raises `UserError` for a model that cannot be found, read or packed.
     """
     if is_packed(checkpoint):
         return str(checkpoint)
@@ -309,7 +311,7 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
 
 
 def _packed_folder(path: Path) -> Path:
-    """Return the folder in the cache, another one whenever the files change."""
+    """Return the folder in the cache, a new one whenever the files change."""
     patterns = (*HUB_FILES, *TOKENIZER_FILES, POOLING_FILES)
     files = [path] if path.is_file() else sorted({f for one in patterns for f in path.glob(one)})
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the hidden states of a text's tokens become one vector: as sentence-transformers' files of an
-embedding model say, else as is usual for causal models, whose last token has seen all others."""
+"""Pooling of a text's hidden states into one vector: as the files of sentence-transformers in an
+embedding model say, else the last token's, which has seen all others in a causal model."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.errors import UserError
 
 Pooling = Literal["lasttoken", "mean", "weightedmean"]
-"""sentence-transformers' names; "weightedmean": the n-th token counts n times."""
+"""Names of sentence-transformers; "weightedmean": the n-th token counts n times."""
 
 _SWITCHES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "lasttoken",
@@ -21,9 +21,9 @@ _SWITCHES: dict[str, Pooling] = {
 
 
 def read_pooling(folder: str | Path) -> Pooling:
-    """Return the pooling of 1_Pooling/config.json; "lasttoken" where there is none.
+    """Return the pooling in 1_Pooling/config.json; "lasttoken" without that file.
 
-    Raises `UserError` for one that is not supported, and for layers that follow it (N_Dense).
+    Raises `UserError` for an unsupported pooling, and for layers that follow it (N_Dense).
     """
     path = Path(folder) / "1_Pooling" / "config.json"
     for layer in sorted(Path(folder).glob("[2-9]_*")):
@@ -42,7 +42,7 @@ def read_pooling(folder: str | Path) -> Pooling:
 
 
 class PooledStates:
-    """One text's vector, from its hidden states as they come."""
+    """One text's vector, computed from its hidden states as they come."""
 
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
@@ -51,7 +51,7 @@ class PooledStates:
         self._sum: np.ndarray | float = 0.0
 
     def add(self, states: np.ndarray) -> None:
-        """The next tokens' states, float32 [tokens, hidden_size]."""
+        """Add the next tokens' states, float32 [tokens, hidden_size]."""
         places = np.arange(self._tokens, self._tokens + len(states))
         self._tokens += len(states)
         if self._pooling == "lasttoken":
@@ -62,5 +62,5 @@ class PooledStates:
         self._weight += float(weights.sum())
 
     def vector(self) -> np.ndarray:
-        """float32 [hidden_size]; after at least one token."""
+        """Return the vector, float32 [hidden_size], after at least one token."""
         return np.asarray(self._sum / self._weight, np.float32)

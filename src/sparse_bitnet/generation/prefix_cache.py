@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences kept after their request has ended, so that a later prompt with the same beginning starts
-from them instead of being computed again."""
+"""Prefix cache: keeps sequences of ended requests, so that a later prompt with the same beginning reuses
+their keys and values."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,9 @@ from sparse_bitnet.engine.protocol import EngineSequence
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens two int32 arrays have in common at their start."""
+    """Return the length of the longest common prefix of two int32 arrays."""
     size = min(len(a), len(b))
-    # Most differ at once, and a server asks for each pair in each step.
+    # Most differ in the first token, and a server compares each pair in each step.
     if not size or a[0] != b[0]:
         return 0
     different = a[:size] != b[:size]
@@ -32,7 +32,7 @@ class PrefixCache:
         return len(self._kept)
 
     def keep(self, sequence: EngineSequence, tokens: np.ndarray) -> None:
-        """Take over a sequence that holds `tokens` (int32 [length])."""
+        """Take ownership of a sequence that holds `tokens` (int32 [length])."""
         if self._most == 0 or len(tokens) == 0:
             sequence.close()
             return
@@ -47,8 +47,8 @@ class PrefixCache:
     def longest(
         self, tokens: np.ndarray, others: Iterable[tuple[EngineSequence | None, np.ndarray]] = ()
     ) -> tuple[EngineSequence | None, int]:
-        """Return the sequence, kept or one of `others`, that shares the longest beginning with `tokens`,
-        and the length of that; (None, 0) if none shares any."""
+        """Return the sequence, kept or in `others`, with the longest prefix in common with `tokens`, and
+        the length of that prefix; (None, 0) if there is none."""
         best: EngineSequence | None = None
         length = 0
         for sequence, held in (*self._kept.items(), *others):
@@ -60,7 +60,7 @@ class PrefixCache:
         return best, length
 
     def evict(self) -> bool:
-        """Close the least recently used sequence; False if there is none."""
+        """Close the least recently used sequence; return False if there is none."""
         oldest = next(iter(self._kept), None)
         if oldest is None:
             return False
@@ -69,6 +69,6 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Close all of them."""
+        """Close all sequences."""
         while self.evict():
             pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One generation: what was asked, how far it is, and what comes out of it."""
+"""One generation: its request, its progress and its output."""
 
 import math
 import struct
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from sparse_bitnet.generation.grammar import GrammarMatcher
 
 FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
-"""An end token or a stop string, `max_tokens`, the one who asked, the server's end, a failure."""
+"""Why a generation ended: an end token or stop string, `max_tokens`, its client, shutdown, or an
+error."""
 
 _PAIR = struct.Struct("<id")
 _LEAST = -9999.0
@@ -31,13 +32,14 @@ _LEAST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token, its natural log-probability before sampling's changes, and the likeliest tokens there."""
+    """A token, its natural log-probability before sampling's changes, and the likeliest tokens at its
+    place."""
 
     token: int
     logprob: float | None
     """None for the first token of a prompt, which nothing precedes."""
     packed_top: bytes = b""
-    """`top` in few bytes: a million tuples would hold up everything when garbage is collected."""
+    """`top` as bytes: a million tuples would slow down garbage collection."""
 
     @property
     def top(self) -> tuple[tuple[int, float], ...]:
@@ -47,7 +49,7 @@ class TokenScore:
 
 def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
     """Return the token's natural log-probability under float32 logits [vocab_size], and the `top`
-    likeliest (ties: the lower token first).
+    likeliest tokens (ties: the lower token first).
 
     Raises `UserError` for logits that are not numbers.
     """
@@ -60,7 +62,7 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
     if (top := min(top, len(logits))) == 1:
         order = (best,)
     elif top:
-        # The partition may leave some of equal values out, so everything as high as its last counts.
+        # The partition may omit equal values, so keep everything as high as its last.
         least = np.partition(logits, -top)[-top]
         high = np.flatnonzero(logits >= least)
         order = high[np.argsort(-logits[high], kind="stable")][:top]
@@ -70,48 +72,49 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Something new of a generation. The last one has `finish`."""
+    """New output of a generation. The last one has `finish`."""
 
     text: str
     scores: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
     token: int | None = None
-    """The one drawn, if one was."""
+    """The token that was sampled, if any."""
 
     generated: int = 0
-    """Tokens drawn by then."""
+    """Number of tokens sampled so far."""
 
     def then(self, other: "Output") -> "Output":
-        """Both as one."""
+        """Return both outputs joined."""
         return replace(other, text=self.text + other.text, scores=self.scores + other.scores)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request to generate: data alone, cheap to make in any number."""
+    """A request to generate: data only, cheap to create."""
 
     prompt: Sequence[int]
     """Token ids, at least one, each in [0, vocab_size)."""
     max_tokens: int
-    """Most tokens to generate; 0 only scores the prompt."""
+    """Maximum number of tokens to generate; 0 only scores the prompt."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     """How the tokens are chosen."""
     tokenizer: TextTokenizer | None = None
-    """Turns the tokens into text; None where there is none to generate."""
+    """Turns the tokens into text; None if there are none to generate."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text and are no part of it."""
+    """Stop strings: the text ends before the first of them."""
     is_start: bool = False
-    """The text starts anew instead of continuing the prompt's; see `TextStream`."""
+    """Whether the output starts a text of its own instead of continuing the prompt's; see
+    `TextStream`."""
     stop_tokens: frozenset[int] = frozenset()
-    """End-of-sequence tokens, no part of the text."""
+    """End-of-sequence tokens; they are not part of the text."""
     grammar: "GrammarMatcher | None" = None
-    """Grammar of the text, at its beginning; the text ends where that is complete."""
+    """Grammar of the output, at its start; generation ends where the grammar is complete."""
     top_scores: int | None = None
-    """Log-probabilities of the tokens and this many of the likeliest ones; None: none."""
+    """Report log-probabilities of the tokens and of this many of the likeliest ones; None: none."""
     score_from: int | None = None
-    """Place of the first token of the prompt that is scored, too; None: none is."""
+    """Position of the first prompt token to score as well; None: score none."""
     pooling: Pooling | None = None
-    """Instead of scores, one vector of the prompt's hidden states; with `max_tokens` 0."""
+    """Compute one vector of the prompt's hidden states instead of scores; needs `max_tokens` 0."""
     deliver: Callable[["Generation", Output], None] = lambda generation, output: None
     """Called by the scheduler, in its thread, with each token and at the end; must not block."""
 
@@ -129,20 +132,20 @@ class GenerationRequest:
 @dataclass(eq=False)
 class Generation:
     """A request on its way through a scheduler, whose thread owns the fields; after the last output they
-    are final and anyone's to read."""
+    are final and any thread may read them."""
 
     request: GenerationRequest
     group: int = 0
-    """The same number for all that were asked for together."""
+    """Number shared by all generations of one HTTP request."""
     prompt_tokens: int = field(init=False)
     cached_tokens: int = 0
-    """Tokens of the prompt that did not have to be computed when it first ran."""
+    """Number of prompt tokens that came from the prefix cache when it first ran."""
     prompt_scores: list[TokenScore] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     failure: Exception | None = None
-    """With the finish reason "error": what happened."""
+    """The exception, if the finish reason is "error"."""
     embedding: np.ndarray | None = None
-    """float32 [hidden_size], of a request with `pooling`."""
+    """float32 [hidden_size], for a request with `pooling`."""
     sequence: EngineSequence | None = None
     draft: list[int] = field(default_factory=list)
     """Draft tokens, computed together with the last token of the context."""
@@ -156,7 +159,7 @@ class Generation:
     """Number of draft tokens accepted."""
     started: bool = False
     pauses: int = 0
-    """How often its sequence was given back for want of cache."""
+    """How often its sequence was dropped because the cache was full."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.request.prompt)
@@ -165,41 +168,42 @@ class Generation:
 
     @cached_property
     def context(self) -> list[int]:
-        """Prompt and drawn tokens; while it waits, there is no copy of a long prompt."""
+        """Prompt and generated tokens. Created on first use, so that a waiting request holds no copy of
+        its prompt."""
         return list(self.request.prompt)
 
     @property
     def tokens(self) -> list[int]:
-        """The drawn ones, with the one that ended the text."""
+        """The generated tokens, including the one that ended the text."""
         return self.context[self.prompt_tokens :]
 
     @property
     def text(self) -> str:
-        """Without stop string and special tokens."""
+        """The text so far, without stop string and special tokens."""
         return "".join(self._pieces)
 
     @property
     def generated(self) -> int:
-        """Tokens drawn."""
+        """Number of generated tokens."""
         return len(self.context) - self.prompt_tokens
 
     @property
     def prefill_rate(self) -> float | None:
-        """Return prompt tokens a second, up to the first token drawn; None before that."""
+        """Prompt tokens per second, up to the first generated token; None before that."""
         if self.first_token_at is None:
             return None
         return (self.prompt_tokens - self.cached_tokens) / (self.first_token_at - self.arrived)
 
     @property
     def decode_rate(self) -> float | None:
-        """Return tokens drawn a second, after the first; None before there are two."""
+        """Generated tokens per second, after the first; None before there are two."""
         if self.first_token_at is None or self.last_token_at is None or self.generated < 2:
             return None
         return (self.generated - 1) / max(self.last_token_at - self.first_token_at, 1e-9)
 
     @cached_property
     def prompt_array(self) -> np.ndarray:
-        """int32 [prompt tokens]."""
+        """The prompt, int32 [prompt tokens]."""
         return np.asarray(self.request.prompt, dtype=np.int32)
 
     @cached_property
@@ -223,12 +227,12 @@ class Generation:
 
     @property
     def in_cache(self) -> int:
-        """Tokens whose keys and values the engine holds."""
+        """Number of tokens whose keys and values the engine holds."""
         return 0 if self.sequence is None else len(self.sequence)
 
     @property
     def _unscored(self) -> int:
-        """Tokens at the start whose logits, or states, nobody asks for."""
+        """Number of tokens at the start whose logits or states are not needed."""
         wanted = self.request.score_from
         if self.request.pooling not in (None, "lasttoken"):
             return 0
@@ -236,17 +240,18 @@ class Generation:
 
     @property
     def shareable(self) -> np.ndarray:
-        """The beginning of the prompt that may come out of the cache, without logits; int32."""
+        """The beginning of the prompt that may come from the prefix cache, since its logits are not
+        needed; int32."""
         return self.prompt_array[: min(self._unscored, self.largest_cache(0))]
 
     @property
     def is_before_scores(self) -> bool:
-        """The next tokens to forward come before the first that is scored."""
+        """Whether the next tokens to compute come before the first scored one."""
         return self.request.score_from is not None and self.in_cache < self._unscored
 
     @property
     def scores_wanted(self) -> bool:
-        """Whether the next tokens to forward need logits at each position."""
+        """Whether the next tokens to compute need logits at each position."""
         wanted = self.request.score_from
         if wanted is None or len(self.prompt_scores) == self.prompt_tokens - wanted:
             return False
@@ -254,31 +259,32 @@ class Generation:
 
     @property
     def wanted(self) -> WhichLogits:
-        """Return the results needed from the next forward: hidden states, all logits or the last."""
+        """Results needed from the next forward: hidden states, all logits or the last."""
         if self.request.pooling is not None:
             return "hidden"
         return "all" if self.scores_wanted else "last"
 
     @property
     def missing(self) -> int:
-        """Tokens to forward before logits of another kind are needed: those up to the first score, or
-        all; 1 once the prompt has been computed."""
+        """Number of tokens to compute before logits of another kind are needed: those up to the first
+        score, or all; 1 once the prompt has been computed."""
         end = self._unscored if self.is_before_scores else self.largest_cache(0)
         return end - self.in_cache
 
     @property
     def is_drawing(self) -> bool:
-        """All but the token drawn last is in the cache."""
+        """Whether everything but the token sampled last is in the cache."""
         return self.generated > 0 and self.missing == 1
 
     def entry(self, size: int) -> tuple[EngineSequence, list[int]]:
-        """Return its part of a forward: the sequence and the next tokens, draft tokens last."""
+        """Return the generation's part of a forward: its sequence and the next tokens, draft tokens
+        last."""
         assert self.sequence is not None
         tokens = self.context[self.in_cache : self.in_cache + size]
         return self.sequence, tokens + self.draft[: size - len(tokens)]
 
     def largest_cache(self, ahead: int | None) -> int:
-        """Tokens in the cache when this many more have been drawn, or all (None)."""
+        """Return the number of tokens in the cache when `ahead` more have been generated (None: all)."""
         request = self.request
         if request.pooling is not None:
             return self.prompt_tokens
@@ -288,7 +294,7 @@ class Generation:
         return most if ahead is None else min(most, len(self.context) + ahead)
 
     def take_prompt_logits(self, logits: np.ndarray) -> None:
-        """Score the prompt from float32 logits [tokens, vocab_size] of the tokens just forwarded."""
+        """Score the prompt from float32 logits [tokens, vocab_size] of the tokens just computed."""
         prompt, top = self.request.prompt, self.request.top_scores or 0
         start = self.in_cache - len(logits)
         if start == 0 and self.request.score_from == 0:
@@ -297,7 +303,8 @@ class Generation:
             self.prompt_scores.append(score(row, token, top))
 
     def take(self, results: np.ndarray, which: WhichLogits) -> list[Output]:
-        """Return what follows from the results of the tokens just forwarded; nothing while some miss."""
+        """Return the outputs that follow from the results of the tokens just computed; [] while some are
+        missing."""
         if which == "all" and self.generated:
             return self._take_draft(results)
         if which == "all":
@@ -312,7 +319,7 @@ class Generation:
         return [self.take_logits(results[-1] if which == "all" else results)]
 
     def _take_draft(self, logits: np.ndarray) -> list[Output]:
-        """Draw from float32 logits [1 + draft tokens, vocab_size] until a draft token is rejected."""
+        """Sample from float32 logits [1 + draft tokens, vocab_size] until a draft token is rejected."""
         assert self.sequence is not None
         start, outputs = self.in_cache - len(logits), []
         for place, row in enumerate(logits):
@@ -325,7 +332,7 @@ class Generation:
         return outputs
 
     def take_logits(self, logits: np.ndarray) -> Output:
-        """Choose the next token from float32 logits [vocab_size], unless none is wanted."""
+        """Sample the next token from float32 logits [vocab_size], unless none is wanted."""
         request = self.request
         if request.max_tokens == 0:
             return Output("", (), "length")
@@ -349,13 +356,13 @@ class Generation:
         self._pieces.append(text)
         stream, sure = self._stream, len(self._held)
         if finish is None or stream.stopped:
-            # With a stop string go the scores of its tokens.
+            # The scores of a stop string's tokens are dropped with it.
             sure -= len(stream.held)
         scores, self._held = tuple(self._held[:sure]), self._held[sure:]
         return Output(text, scores, finish, token, self.generated)
 
     def forget(self) -> None:
-        """Give the sequence back; it can be computed again from the tokens."""
+        """Close the sequence; it can be computed again from the tokens."""
         if self.scores_wanted:
             self.prompt_scores.clear()
         self.__dict__.pop("_states", None)

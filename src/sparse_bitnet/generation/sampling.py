@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the next token from logits, by transformers' definitions, in NumPy.
+"""Sampling of the next token from logits, by transformers' definitions, in NumPy.
 
 The processors and their order are those of transformers' `generate`: bias, repetition penalty,
-temperature, top-k, top-p, min-p; OpenAI's two penalties follow the first. Only tokens that can still be
-drawn are carried along, so that a vocabulary of 150,000 costs a selection instead of a sort.
+temperature, top-k, top-p, min-p; OpenAI's two penalties come after the repetition penalty. Only tokens
+that can still be sampled are processed further, so that a vocabulary of 150,000 is never sorted.
 """
 
 import functools
@@ -28,7 +28,7 @@ _BLOCK = 512
 
 
 class Candidates(NamedTuple):
-    """The tokens that may be drawn."""
+    """The tokens that may be sampled."""
 
     tokens: np.ndarray
     """int64, ascending."""
@@ -43,13 +43,13 @@ def candidates(
     options: SamplingOptions,
     counts: Mapping[int, int] | None = None,
 ) -> Candidates:
-    """Return what remains of the logits after all processors; temperature 0 leaves one token. Minus
-    infinity are tokens that are never drawn.
+    """Return the tokens that may be sampled and their logits after all processors; temperature 0 leaves
+    one token. Tokens at minus infinity are never sampled.
 
     Args:
         logits: float32 [vocab_size], not written to.
-        seen: tokens of prompt and text so far, for the repetition penalty; doubles count once.
-        counts: how often the text so far has each of its tokens, for the other two.
+        seen: tokens of prompt and output so far, for the repetition penalty; duplicates count once.
+        counts: count of each token of the output so far, for the other two penalties.
 
     Raises `UserError` for logits that are not numbers (a damaged model).
     """
@@ -78,13 +78,14 @@ def candidates(
 
 
 def check_largest(logit: float) -> None:
-    """Raise `UserError` where the largest of all logits, NaN among them, is not a number."""
+    """Raise `UserError` if the largest of all logits (NaN counts as largest) is not a number."""
     if not math.isfinite(logit):
         raise UserError(f"the model's largest logit is {logit}: its weights are damaged")
 
 
 def _divided(scores: np.ndarray, temperature: float) -> np.ndarray:
-    """float32. Where the largest overflows, all are lowered first, which leaves the probabilities."""
+    """Divide by the temperature, float32. If the largest overflows, all are lowered first; that does not
+    change the probabilities."""
     with np.errstate(over="ignore"):
         divided = scores / np.float32(temperature)
         if not math.isfinite(divided.max()):
@@ -124,21 +125,22 @@ def _penalised(logits: np.ndarray, seen: np.ndarray | Sequence[int], penalty: fl
 
 
 def _powers(scores: np.ndarray) -> np.ndarray:
-    """Probabilities up to a factor; 1 for the most likely token. float32."""
+    """Return probabilities up to a factor, float32; 1 for the most likely token."""
     with np.errstate(over="ignore"):
         return np.exp(scores - scores.max())
 
 
 def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
-    """Places, ascending, of the tokens left when the least likely ones are removed whose probabilities,
-    added from below, reach at most 1 - top_p; of equally likely tokens the first go first.
+    """Return the ascending places of the tokens that remain when the least likely ones are removed whose
+    probabilities, added from below, reach at most 1 - top_p; of equally likely tokens the first go
+    first.
 
-    The cut is looked for in bins of the scores, and in the bins of that bin, so that only a few tokens
+    The cut is searched in bins of the scores, and in the bins of that bin, so that only a few tokens
     around it are sorted.
     """
     probabilities = _powers(scores)
     probabilities /= probabilities.sum()
-    # Even all tokens below this one together have not more than 1 - top_p.
+    # All tokens below this limit together have less than 1 - top_p.
     places = np.flatnonzero(probabilities > 0.99 * (1 - top_p) / len(scores))
     above = 0.0
     while len(places) > _FEW:
@@ -154,7 +156,7 @@ def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
         reached = above + np.cumsum(masses)
         cut = min(int(np.searchsorted(reached, top_p)), len(masses) - 1)
         above += float(masses[:cut].sum())
-        # Picking by number is several times as fast as by an irregular mask.
+        # Indexing by number is several times as fast as by an irregular mask.
         places = places[np.flatnonzero(bins == cut)]
     order = places[np.argsort(scores[places], kind="stable")]
     some = probabilities[order]
@@ -168,7 +170,7 @@ def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def uniform(seed: int, place: int) -> float:
-    """A number in [0, 1) that depends on both arguments only."""
+    """Return a number in [0, 1) that depends on both arguments only."""
     bits = np.random.Philox(key=seed, counter=[place, 0, 0, 0]).random_raw()
     return (int(bits) >> 11) * 2.0**-53
 
@@ -177,21 +179,21 @@ def _place_of(powers: np.ndarray, chance: float) -> int:
     """Return where the running sum of `powers` passes the share `chance` of the whole."""
     blocks = np.cumsum(np.add.reduceat(powers, np.arange(0, len(powers), _BLOCK)), dtype=np.float64)
     wanted = chance * blocks[-1]
-    # Not beyond the end, should rounding make the product the whole sum.
+    # Stay inside, in case rounding makes the product the whole sum.
     block = min(int(np.searchsorted(blocks, wanted, side="right")), len(blocks) - 1)
     before = blocks[block - 1] if block else 0.0
     inside = before + np.cumsum(powers[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
     place = block * _BLOCK + int(np.searchsorted(inside, wanted, side="right"))
     if place == block * _BLOCK + len(inside):
-        # Beyond the block, whose float32 sum is larger: its last token that can be drawn.
+        # The block's float32 sum was larger: take its last token that can be sampled.
         place = int(np.flatnonzero(powers[:place])[-1])
     return place
 
 
 class Sampler:
-    """Draws the tokens of one text, one after the other.
+    """Samples the tokens of one output, one after another.
 
-    The n-th draw depends on the logits, the options and n alone: not on other texts of a batch, nor on
+    The n-th sample depends on the logits, the options and n alone: not on the rest of a batch, nor on
     how the work was split up.
     """
 
@@ -202,12 +204,12 @@ class Sampler:
         self._counts: Counter[int] = Counter()
 
     def draw(self, logits: np.ndarray) -> int:
-        """The next token.
+        """Sample the next token.
 
         Args:
             logits: float32 [vocab_size], not written to.
 
-        Raises `UserError` for logits that are not numbers.
+        Returns the token id. Raises `UserError` for logits that are not numbers.
         """
         seen = np.fromiter(self._seen, np.int64, len(self._seen))
         kept = candidates(logits, seen, self._options, self._counts)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates and grammars of strangers, tried in a process that does nothing else: the system bounds
-its memory and processor time, and what ends it ends one request.
+"""Untrusted chat templates and grammars run in a process of their own: the system bounds its memory and
+processor time, and if it dies, only one request fails.
 
 Jinja's immutable sandbox keeps templates from files and attributes, not from `'a' * 10**9` or loops in
-loops. llguidance bounds a grammar's size, not its depth, which overflows the stack, nor the time to
-compile it. Requests and replies are JSON, one a line.
+loops. llguidance bounds a grammar's size, but neither its depth, which overflows the stack, nor the time
+to compile it. Requests and replies are JSON, one per line.
 """
 
 import importlib
@@ -42,8 +42,8 @@ _GRAMMAR_LIMITS: dict[str, Any] = {
 
 
 class Sandbox:
-    """A process that tries templates or grammars: started with the first request, and again after one
-    that ended it. It ends when its input is closed. Any thread may ask."""
+    """A process that tries templates or grammars. It starts with the first request, and again after a
+    request that ended it; it ends when its input is closed. Any thread may call `ask`."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: "template" or "grammar"."""
@@ -59,8 +59,8 @@ class Sandbox:
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
-                # Without the current folder on its path, whose files are as strange as the requests; and
-                # in a group of its own: Ctrl-C ends an answer, not this.
+                # Isolated, since files in the current folder are as untrusted as the requests; and
+                # in its own process group: Ctrl-C ends an answer, not this process.
                 process = self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "sparse_bitnet.generation.sandbox", self._kind],
                     stdin=subprocess.PIPE,
@@ -93,13 +93,13 @@ def grammar_matcher(source: str, tokenizer: "llguidance.LLTokenizer") -> "llguid
 
 
 def main(kind: str) -> None:
-    """Answer requests from standard input until it ends; runs in the process itself."""
+    """Answer requests from standard input until it ends; runs in the sandbox process."""
     limit_memory(_MOST_BYTES)
     answer = _render if kind == "template" else _source
-    # Outside of the first request's time.
+    # Imported before the first request, so as not to count in its time limit.
     importlib.import_module("jinja2.sandbox" if answer is _render else "llguidance.gbnf_to_lark")
     for line in sys.stdin:
-        # Processor time, not the clock's: a busy machine is no reason. The system ends the process.
+        # Processor time, so that a busy machine fails no request. The system ends the process.
         limit_time(SECONDS[kind])
         try:
             reply = {"answer": answer(*json.loads(line))}
@@ -112,14 +112,14 @@ def main(kind: str) -> None:
 
 
 def _source(source: str, is_lark_or_gbnf: bool) -> str:
-    """Return what llguidance is to read, once it has read it here; the server says what is wrong."""
+    """Check a grammar here first, and return it in llguidance's syntax. The server words the error."""
     import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
 
     if is_lark_or_gbnf:
         with library_errors_as("the rules are neither Lark nor GBNF"):
             source = json.dumps({"grammars": [{"lark_grammar": any_to_lark(source)}]})
-    # Of the smallest vocabulary: a token for each byte.
+    # The smallest vocabulary: one token for each byte.
     matcher = grammar_matcher(source, llguidance.LLTokenizer("byte", slices=[]))
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -140,14 +140,15 @@ def _render(source: str, variables: dict[str, Any] | None) -> str:
 
 @lru_cache(1)
 def _template(source: str) -> "jinja2.Template":
-    """Compile with whitespace, filters and functions as chat templates expect them."""
+    """Compile a template with the whitespace, filters and functions that chat templates expect."""
     import datetime
 
     import jinja2.ext
     import jinja2.sandbox
 
     class GenerationBlock(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; here it only passes them on."""
+        """`{% generation %}` marks the assistant's words for training; here its content is rendered
+        unchanged."""
 
         tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
