@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: every running generation moves by one token a step, new prompts by a slice, so
+"""Continuous batching: in each step every running generation gets one token and new prompts a slice, so
 that long prompts do not hold up the others.
 
-`generate` and the evaluation step it by `run`, a server in a thread of its own. Sequences of ended
-generations are kept while the cache has room, and later prompts start from them. When the cache is
-full, kept sequences go first; then the youngest generation is paused: its sequence is given back, and it
-is computed again from its tokens when there is room.
+`Scheduler.run` steps in the calling thread (`generate`, evaluation), `ThreadedScheduler` in a thread of
+its own (the server). Sequences of ended generations are kept while the cache has room, and later prompts
+start from them. When the cache is full, kept sequences go first; then the youngest generation is paused:
+its sequence is closed, and computed again from its tokens when there is room.
 """
 
 import itertools
@@ -38,10 +38,10 @@ _WORTH_WAITING = 32
 
 
 class Observer:
-    """Receives what happens, for metrics. Called from the scheduler's thread."""
+    """Receives events for metrics. Called from the scheduler's thread."""
 
     def token(self, seconds: float, first: bool) -> None:
-        """A token came so long after the one before, or the first so long after arrival."""
+        """A token came `seconds` after the one before, or the first one after the request's arrival."""
 
     def ended(self, generation: Generation) -> None:
         """A generation ended; its fields are final."""
@@ -50,20 +50,20 @@ class Observer:
 def shares(
     generations: Sequence[Generation], prefill_slice: int, prefill_alone: int
 ) -> list[tuple[Generation, int]]:
-    """Tokens of each to compute in a step: the one of those that generate, equal parts of a slice for
-    those whose prompts are not through.
+    """Return how many tokens of each generation to compute in a step: one for those that decode, equal
+    parts of a slice for those in prefill.
 
     Args:
-        prefill_slice: prompt tokens in all if one generates, who waits for them; of two that do, one
-            fewer, down to a quarter, so that a step of many is not twice as long with prompts;
-        prefill_alone: if none does.
+        prefill_slice: prompt tokens in all if one generation decodes and waits for them; for each
+            further one fewer, down to a quarter, so that a large batch does not take twice as long;
+        prefill_alone: prompt tokens in all if none decodes.
     """
     prompts = [generation for generation in generations if generation.missing > 1]
     generating = len(generations) - len(prompts)
     fewer = max(prefill_slice - generating // 2, prefill_slice // 4, 1)
     budget = fewer if generating else prefill_alone
     sizes: dict[Generation, int] = {}
-    # Smallest first, so that what short prompts leave over goes to the long ones.
+    # Smallest first: long prompts get the tokens that short ones do not need.
     for index, generation in enumerate(sorted(prompts, key=lambda g: g.missing)):
         part = max(budget // (len(prompts) - index), 1)
         sizes[generation] = min(part, generation.missing)
@@ -72,11 +72,11 @@ def shares(
 
 
 class Scheduler:
-    """Runs generations on one engine, in the thread that calls."""
+    """Runs generations on one engine, in the calling thread."""
 
     _room_ahead: int | None = None
-    """A generation starts when there is room for this many further tokens of each; None: for all that
-    they may become, so that none is ever paused."""
+    """A generation starts when the cache has room for this many further tokens of each; None: for all
+    tokens that they may generate, so that none is ever paused."""
 
     def __init__(
         self,
@@ -88,12 +88,13 @@ class Scheduler:
         speculation: Speculation | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """
+        """Create a scheduler.
+
         Args:
-            max_running: generations that run together.
-            prefill_slice: prompt tokens a step while others wait for their next token; 512, if that is
-                more, while nobody does. Where each needs logits, these take at most 128 MiB.
-            prefixes: sequences to start from, and to add to; default some of its own.
+            max_running: maximum number of generations that run together.
+            prefill_slice: prompt tokens per step while other generations decode. While none does, 512 if
+                that is more. Logits for every token take at most 128 MiB.
+            prefixes: sequences to start from, and to add to; default: a cache of its own.
             speculation: source of draft tokens, for this scheduler alone; default: no speculation.
         """
         self.capacity = min(engine.context_length, engine.free_tokens)
@@ -115,12 +116,12 @@ class Scheduler:
         """Guards the two lists: other threads may look at them and add to the waiting ones."""
 
     def run(self, requests: Iterable[GenerationRequest]) -> Iterator[Generation]:
-        """Yield each request's generation when it has ended; for a scheduler without a thread. Requests
-        are taken as there is room.
+        """Yield each request's generation when it has ended; only for a scheduler without a thread.
+        Requests are taken as there is room.
 
-        Raises what a generation fails with, and `UserError` for a prompt that is empty, has a token that
-        the model lacks, or leaves too little of the context (`ContextFull`) or the cache (`CacheFull`).
-        No sequences are left open then but those of `prefixes`.
+        Raises the exception of a failed generation, and `UserError` for a prompt that is empty, has a
+        token outside the vocabulary, or leaves too little of the context (`ContextFull`) or the cache
+        (`CacheFull`). All sequences but those of `prefixes` are then closed.
         """
         source, most = iter(requests), self._engine.context_length
         try:
@@ -136,14 +137,15 @@ class Scheduler:
                     raise generation.failure
                 yield from (g for g in under_way if g.finish_reason is not None)
         finally:
-            # After an error it is unknown what the sequences hold.
+            # After an error the content of the sequences is unknown.
             for generation in self._running:
                 generation.forget()
             if self._owns_prefixes:
                 self._prefixes.clear()
 
     def _checked(self, request: GenerationRequest, most: int, group: int = 0) -> Generation:
-        """Return a request's generation. Raises `UserError` as `run` does; `most`: tokens of one."""
+        """Return a request's generation. Raises `UserError` as `run` does; `most`: maximum tokens of one
+        generation."""
         prompt, new = request.prompt, request.max_tokens
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
@@ -181,8 +183,8 @@ class Scheduler:
         self.delivered()
 
     def _with_drafts(self, texts: list[tuple[Generation, int]]) -> list[tuple[Generation, int]]:
-        """Return `texts` with draft tokens added to each one's next token; an empty list if there are
-        none, as while prompts are computed."""
+        """Return `texts` with draft tokens added to each one's next token; [] if there are no draft
+        tokens, as during prefill."""
         drawing = [g for g, _ in texts if g.is_drawing]
         if len(drawing) < len(texts):
             return []
@@ -201,7 +203,7 @@ class Scheduler:
             return [*self._waiting, *self._running]
 
     def _admit(self) -> None:
-        """Let waiting generations in while there is room: in order, but one of each group before the
+        """Start waiting generations while there is room: in order, but one of each group before the
         second of another."""
         with self._lock:
             waiting = list(self._waiting)
@@ -221,7 +223,7 @@ class Scheduler:
             running = [(g.sequence, g.prompt_array[: g.in_cache]) for g in self._running]
             source, shared = self._prefixes.longest(tokens, running)
             if self._is_worth_waiting(tokens, shared):
-                held.add(prompt)  # as do others of the same prompt, without comparing it again
+                held.add(prompt)  # others with the same prompt wait too, without another comparison
                 continue
             try:
                 if not self._start(generation, source, shared):
@@ -239,12 +241,12 @@ class Scheduler:
         return False
 
     def _start(self, generation: Generation, source: EngineSequence | None, shared: int) -> bool:
-        """Open its sequence; False if there is no room as long as others run."""
+        """Open the generation's sequence; return False if there is no room as long as others run."""
         while generation.sequence is None:
             try:
                 generation.sequence = source.fork(shared) if source else self._engine.new_sequence()
             except CacheFull:
-                # Nothing can be shared while everything is full.
+                # A full cache has no room for a fork: share nothing.
                 source, shared = None, 0
                 if not self._prefixes.evict() and self._running:
                     return False
@@ -271,13 +273,13 @@ class Scheduler:
         return True
 
     def _growth(self, generation: Generation) -> int:
-        """Tokens of cache, in whole pages, that it takes before long."""
+        """Return the tokens of cache, in whole pages, that a generation will need soon."""
         page = self._engine.page_tokens
         most = generation.largest_cache(self._room_ahead)
         return (-(-most // page) - -(-generation.in_cache // page)) * page
 
     def _forward(self, batch: list[tuple[Generation, int]], which: WhichLogits) -> None:
-        """Compute, making room in the cache where needed, then choose the tokens."""
+        """Compute the batch, making room in the cache if needed, then sample the tokens."""
         while batch := [(g, size) for g, size in batch if g.sequence is not None]:
             try:
                 started = time.perf_counter()
@@ -306,13 +308,13 @@ class Scheduler:
                 if len(batch) == 1:
                     self._fail(batch[0][0], error)
                     return
-                # One of them may be the cause; the others continue alone.
+                # One of them may be the cause: compute each alone.
                 for one in batch:
                     self._forward([one], which)
                 return
 
     def _take(self, generation: Generation, results: np.ndarray, which: WhichLogits) -> None:
-        """Hand out what a generation makes of its results."""
+        """Deliver the outputs that a generation makes of its results."""
         drafted = len(generation.draft)
         try:
             outputs = generation.take(results, which)
@@ -359,7 +361,7 @@ class Scheduler:
             generation.forget()
         sequence, generation.sequence = generation.sequence, None
         if sequence is not None and generation.request.pooling is not None:
-            # Few texts to be embedded begin alike; chats need the room.
+            # Texts for embeddings rarely share a prefix, and chats need the room.
             sequence.close()
         elif sequence is not None:
             held = generation.context[: len(sequence)]
@@ -373,11 +375,11 @@ class Scheduler:
 
 
 class QueueFull(Exception):
-    """No room in the waiting queue; trying later helps."""
+    """Raised when the waiting queue has no room; trying later helps."""
 
 
 class Stopping(Exception):
-    """The scheduler takes no more requests."""
+    """Raised when the scheduler accepts no more requests."""
 
 
 class Load(NamedTuple):
@@ -391,7 +393,8 @@ class Load(NamedTuple):
 
 
 class ThreadedScheduler(Scheduler):
-    """Its methods may be called from any thread; requests report through `deliver`."""
+    """A scheduler with a thread of its own. Any thread may call its methods; output arrives through
+    `deliver`."""
 
     _room_ahead = 64
 
@@ -403,10 +406,11 @@ class ThreadedScheduler(Scheduler):
         prefill_slice: int = 32,
         **options: Any,
     ) -> None:
-        """
+        """Create a scheduler; `start` starts its thread.
+
         Args:
-            max_queue: generations that may wait beside those that run.
-            prefill_slice, options: of `Scheduler`.
+            max_queue: maximum number of waiting generations.
+            prefill_slice, options: arguments of `Scheduler`.
         """
         super().__init__(engine, prefill_slice=prefill_slice, **options)
         self.max_queue = max_queue
@@ -444,15 +448,15 @@ class ThreadedScheduler(Scheduler):
             self._lock.notify()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Take no more requests, end waiting ones now and running ones after `grace` seconds at the
-        latest. Returns at once; the thread ends when all have ended."""
+        """Accept no more requests; end waiting ones now, and running ones after `grace` seconds at the
+        latest. Returns at once; the thread ends when all generations have ended."""
         with self._lock:
             at = time.monotonic() + grace
             self._stop_at = at if self._stop_at is None else min(self._stop_at, at)
             self._lock.notify()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the thread; whether it has ended."""
+        """Wait for the thread; return whether it has ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -465,7 +469,7 @@ class ThreadedScheduler(Scheduler):
         return "ok" if self._thread.is_alive() else "stopped"
 
     def load(self) -> Load:
-        """Return how busy it is."""
+        """Return how busy the scheduler is."""
         sizes = self._free_tokens, self._cache_tokens, len(self._prefixes)
         with self._lock:
             return Load(len(self._waiting), len(self._running), *sizes)
@@ -480,7 +484,7 @@ class ThreadedScheduler(Scheduler):
                         return
                     self._lock.wait()
             self._step()
-            # A defect of ours must not silence the server: those it hit have ended with an error.
+            # A defect of ours must not stop the server: the generations that it hit end with an error.
             for generation in self._failed:
                 is_defect = not isinstance(generation.failure, UserError)
                 trace = generation.failure if is_defect else None

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: draft tokens are computed together with the next token, and those are accepted
-that the text would have had anyway.
+"""Speculative decoding: draft tokens are computed together with the next token, and accepted where
+sampling gives the same tokens.
 
-The logits of a draft token are those of decoding one token at a time, so sampling is unchanged. The first
-draft token that differs from the sampled one ends the draft. The text equals that without speculation,
-token for token, sampled or greedy, under any penalty or grammar. So does its distribution (Leviathan et
-al. 2023, with a deterministic draft: accepted with the model's probability, else drawn from the rest).
+The logits of a draft token are those of decoding one token at a time, so sampling is unchanged. The
+first draft token that differs from the sampled one ends the draft. The text equals that without
+speculation, token for token, sampled or greedy, under any penalty or grammar. So does its distribution
+(Leviathan et al. 2023, with a deterministic draft: accepted with the model's probability, else drawn
+from the rest).
 
-Draft tokens come from the text itself (prompt lookup: what followed its last tokens before) or from a
-draft model. Their number is estimated from measured times of forwards on this machine, and from the
-acceptance rate of similar drafts. Prompt lookup updates that rate without computing anything, so a text
-without repetitions costs nothing.
+Draft tokens come from the text itself (prompt lookup: the tokens that followed its last tokens before)
+or from a draft model. Their number is estimated from measured times of forwards on this machine, and
+from the acceptance rate of similar drafts. Prompt lookup updates that rate without computing anything,
+so a text without repetitions costs nothing.
 """
 
 from bisect import bisect
@@ -36,13 +37,13 @@ _FIRST_RATES = (0.1, 0.2, 0.3, 0.5, 0.65, 0.8)
 """Initial acceptance rate of each class; typical of source code (Python's standard library)."""
 
 _MEMORY = 0.05
-"""Share of the latest count in a rate, and, times five, of the latest forward in its cost."""
+"""Share of the latest count in a rate and, times five, of the latest forward in its cost."""
 
 _WORTH = 1.05
 """Minimum expected speedup before a draft is used; absorbs timing noise."""
 
 _UNKNOWN_COST = 0.15
-"""Cost of a further token in a forward, as a share of one token's, where none was measured."""
+"""Cost of a further token in a forward, as a share of one token's, before any is measured."""
 
 
 class PromptLookup:
@@ -54,7 +55,7 @@ class PromptLookup:
         self._rates = list(_FIRST_RATES)
 
     def read(self, context: Sequence[int]) -> None:
-        """Take in what `context` has more than the last time."""
+        """Add the tokens that `context` has gained since the last call."""
         for place in range(self._read, len(context)):
             if self._source:
                 is_right = context[self._source] == context[place]
@@ -86,18 +87,19 @@ class PromptLookup:
 
 
 class ForwardCosts:
-    """Seconds of a forward by its tokens, as they are measured."""
+    """Measured seconds of a forward, by its number of tokens."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One took so long."""
+        """Record a forward of `tokens` that took `seconds`."""
         before = self._seconds.get(tokens, seconds)
         self._seconds[tokens] = before + (seconds - before) * 5 * _MEMORY
 
     def seconds(self, tokens: int) -> float:
-        """Return the measured time, or an estimate from the nearest; 1.0 a forward if there is none."""
+        """Return the measured time, or an estimate from the nearest; 1.0 per forward if nothing is
+        measured."""
         known = sorted(self._seconds)
         if not known:
             return 1.0 + _UNKNOWN_COST * tokens
@@ -110,12 +112,12 @@ class ForwardCosts:
 class _Text:
     lookup: PromptLookup = field(default_factory=PromptLookup)
     sequence: EngineSequence | None = None
-    """The draft model's."""
+    """The draft model's sequence."""
     draft_rate: float = 0.6
     draft: list[int] = field(default_factory=list)
     drafted: bool = False
     before: int = 0
-    """Tokens of the text when the draft was made."""
+    """Length of the text, in tokens, when the draft was made."""
 
 
 class Speculation:
@@ -124,11 +126,12 @@ class Speculation:
     def __init__(
         self, engine: InferenceEngine, *, most: int = 7, draft: InferenceEngine | None = None
     ) -> None:
-        """
+        """Create a source of draft tokens.
+
         Args:
             engine: target engine; the logits of a token must not depend on the rest of the batch.
             most: largest number of draft tokens for one text at a time.
-            draft: an engine with a smaller model of the same tokenizer; closed by its owner.
+            draft: an engine with a smaller model of the same tokenizer; its owner closes it.
         """
         self.costs = ForwardCosts()
         self._engine, self._most = engine, most
@@ -157,7 +160,7 @@ class Speculation:
             text.draft, own = text.lookup.propose(generation.context, room)
             text.drafted = self._draft is not None and (not own or own[0] < text.draft_rate)
             if text.drafted:
-                # Rates are forgotten slowly, so that a draft that failed is tried again.
+                # Rates return slowly to one half, so that a draft model that failed is tried again.
                 text.draft_rate += (0.5 - text.draft_rate) * _MEMORY / 5
                 own = [text.draft_rate ** (place + 1) for place in range(room)]
             chances.append(own)
@@ -170,7 +173,7 @@ class Speculation:
         return [text.draft for text in texts]
 
     def _drafted(self, text: _Text, context: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens of the draft model; fewer if its context or cache are full, none
+        """Return at most `most` tokens of the draft model; fewer if its context or cache is full, none
         after a token that it lacks."""
         engine = self._draft
         assert engine is not None
@@ -181,7 +184,7 @@ class Speculation:
             sequence.truncate(shared)
             most = min(most, engine.context_length - len(context) + 1)
             new = list(context[shared:])
-            # Models of one tokenizer can differ in how many unused tokens are added to it.
+            # Models with one tokenizer can differ in their number of unused tokens.
             if most < 1 or max(new) >= engine.vocab_size:
                 return []
             while len(drafted) < most:
@@ -195,14 +198,14 @@ class Speculation:
         return drafted
 
     def forget(self, generation: Generation) -> None:
-        """Close what is kept for a generation that does not run any more."""
+        """Free the state of a generation that no longer runs."""
         text = self._texts.pop(generation, None)
         if text is not None and text.sequence is not None:
             text.sequence.close()
 
     def _sizes(self, chances: Sequence[Sequence[float]], texts: Sequence[_Text]) -> list[int]:
         """Return how many draft tokens of each text give the most tokens a second."""
-        # No token's chance is above that of those before it: the best ones are a prefix of each draft.
+        # A token is never likelier than those before it, so the best ones are a prefix of each draft.
         tokens = sorted(
             ((chance, which) for which, own in enumerate(chances) for chance in own),
             key=lambda entry: -entry[0],

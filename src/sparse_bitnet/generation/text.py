@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and, one token at a time, back: tokenizer.json through `tokenizers`; where a text ends.
+"""Text to tokens and back, one token at a time: tokenizer.json through `tokenizers`, and stop strings.
 
 A token of a byte-level vocabulary can be a part of a character. Tokens are therefore turned into bytes
 and these into text as soon as a character is complete; bytes that cannot become one are shown as U+FFFD.
@@ -29,7 +29,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def named_tokens(folder: str | Path) -> dict[str, str]:
-    """The texts of `SPECIAL_TOKENS` that a folder names, in whichever file and form they are written."""
+    """Return the texts of the `SPECIAL_TOKENS` that a folder names, in whichever file and format."""
     texts: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         content = read_json_if_there(Path(folder) / file)
@@ -42,10 +42,10 @@ def named_tokens(folder: str | Path) -> dict[str, str]:
 
 
 class TextTokenizer:
-    """A tokenizer.json, taken as it stands."""
+    """A tokenizer.json, used unchanged."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
-        """Truncation and padding, which a tokenizer.json can also ask for, are off."""
+        """Turn off truncation and padding, which a tokenizer.json can also declare."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -59,7 +59,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "TextTokenizer":
-        """Raises `UserError` when the folder has no readable tokenizer.json."""
+        """Load a folder's tokenizer.json. Raises `UserError` if there is none, or an unreadable one."""
         from tokenizers import Tokenizer
 
         path = Path(folder) / TOKENIZER_FILE
@@ -72,14 +72,15 @@ class TextTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text; a special token that it spells becomes that token.
 
-        `add_special_tokens`: what the tokenizer puts around a text, such as a token for the start.
+        `add_special_tokens`: whether to add the tokens that the tokenizer puts around a text, such as
+        bos.
 
         Raises `UserError` for half a character (a lone surrogate), which UTF-8 has no bytes for, and for
         a text that the tokenizer cannot encode.
         """
         with library_errors_as("the model's tokenizer.json cannot encode this text"):
             text.encode()  # names half a character; the tokenizer would not
-            # While a batch is encoded, unlike a single text, other threads can run.
+            # Encoding a batch, unlike a single text, lets other threads run.
             (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -96,11 +97,11 @@ class TextTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The number of every token."""
+        """Return every token with its number."""
         return self._tokenizer.get_vocab()
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token stands for; none for a number that the vocabulary lacks."""
+        """Return the bytes that a token stands for; b"" for a number outside the vocabulary."""
         known = self._known.get(token)
         if known is None:
             piece = self._tokenizer.id_to_token(token)
@@ -115,7 +116,7 @@ class TextTokenizer:
 
 
 class TextStream:
-    """Text out of tokens that come one by one."""
+    """Turns tokens into text, one token at a time."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class TextStream:
         skip_special_tokens: bool = True,
         is_start: bool = False,
     ) -> None:
-        """`is_start`: drop the space that some tokenizers put before a text's first word; it belongs to a
-        text that continues another."""
+        """`is_start`: drop the space that some tokenizers put before a text's first word; it is needed
+        where the output continues another text."""
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_tokens if skip_special_tokens else ()
         self._strip = tokenizer._strip if is_start else 0
@@ -145,13 +146,13 @@ class TextStream:
         )
 
     def flush(self) -> str:
-        """Return what is left at the end: U+FFFD for a character that was left incomplete."""
+        """Return the rest at the end: U+FFFD for a character that was left incomplete."""
         if self._tokenizer._to_bytes is None:
             return self._new_of_all(is_last=True)
         return self._without_first_space(self._decoder.decode(b"", final=True))
 
     def _new_of_all(self, is_last: bool) -> str:
-        """Return what is new in the text of all tokens: some decoders look at a token's neighbours."""
+        """Return the new part of the text of all tokens: some decoders look at a token's neighbours."""
         text = self._tokenizer._tokenizer.decode(self._tokens, skip_special_tokens=False)
         if not is_last and (text.endswith("\ufffd") or not text.startswith(self._shown)):
             return ""
@@ -168,10 +169,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes streamed text on up to the first stop string, of which nothing is let through.
+    """Passes streamed text on up to the first stop string, of which nothing is passed on.
 
-    The result does not depend on how the text is cut into pieces: of several stop strings the one that
-    is complete first counts, of those complete at once the one that starts first.
+    The result does not depend on how the text is cut into pieces: the stop string that is complete first
+    counts, and of those complete at once the one that starts first.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -183,9 +184,10 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def feed(self, text: str, *, is_shown: bool = True) -> str:
-        """The text that can be shown now: no stop string begins in it. Nothing after a stop string.
+        """Return the text that can be shown now, in which no stop string begins; "" after a stop string.
 
-        `is_shown`: False for a special token's name, which a stop string may contain and no text has.
+        `is_shown`: False for a special token's name, which a stop string may contain but output never
+        shows.
         """
         if self.ended_by is not None:
             return ""
@@ -199,7 +201,7 @@ class StopStrings:
         return self._give(held[: len(held) - keep], held[len(held) - keep :])
 
     def flush(self) -> str:
-        """Return what was held back, when the text ended without a stop string."""
+        """Return the text held back, when the text ended without a stop string."""
         return self._give(self._held, "")
 
     def _give(self, text: str, held: str) -> str:
@@ -209,7 +211,7 @@ class StopStrings:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop`, itself longer, begins."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -222,7 +224,7 @@ class GeneratedText:
     def __init__(
         self, tokenizer: TextTokenizer, stop: Sequence[str] = (), *, is_start: bool = False
     ) -> None:
-        """`is_start`: see `TextStream`; for answers, which continue no text."""
+        """`is_start`: see `TextStream`; True for answers, which continue no text."""
         self._stream = TextStream(tokenizer, is_start=is_start)
         self._stop = StopStrings(stop)
         self._names = tokenizer.special_tokens
@@ -232,11 +234,11 @@ class GeneratedText:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has come; nothing further will be given out."""
+        """Whether a stop string has come; nothing further will be returned."""
         return self._stop.ended_by is not None
 
     def add(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """Return the text that is certain with this token."""
         self.held.append(self._length)
         text = self._stream.feed(token)
         self._length += len(text)
@@ -245,7 +247,7 @@ class GeneratedText:
         return self._counted(self._stop.feed(text))
 
     def flush(self) -> str:
-        """Return what was held back, when no token follows."""
+        """Return the text held back, when no token follows."""
         return self._counted(self._stop.feed(self._stream.flush()) + self._stop.flush())
 
     def _counted(self, text: str) -> str:
@@ -256,8 +258,8 @@ class GeneratedText:
 
 
 def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None, int]:
-    """A function from a token's text to its bytes, and how many spaces the decoder strips from the start
-    of a text; (None, 0) for a decoder that does not work token by token."""
+    """Return a function from a token's text to its bytes, and how many spaces the decoder strips from
+    the start of a text; (None, 0) for a decoder that does not work token by token."""
     if tokenizer.decoder is None:
         return None, 0
     outer = json.loads(tokenizer.decoder.__getstate__())
@@ -293,7 +295,8 @@ def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, others for 256, 257, ..."""
+    """Return GPT-2's characters for bytes: printable ones stand for themselves, others for 256, 257,
+    ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others: Iterable[int] = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {

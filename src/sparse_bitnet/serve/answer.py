@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generations of one request on their way to the client: as one object, as events, or as vectors."""
+"""Sends the generations of a request to the client: as one object, as events, or as vectors."""
 
 import asyncio
 import re
@@ -31,12 +31,12 @@ from sparse_bitnet.serve.schema import Body, EmbeddingsBody, parse_body
 
 Result = TypeVar("Result")
 Outputs = asyncio.Queue[tuple[int, Output]]
-"""Numbers of generations, and what is new of them."""
+"""New outputs, each with the index of its generation."""
 _SCORES_AT_ONCE = 64
 """Maximum number of token scores in one event."""
 KEEP_ALIVE_SECONDS = 5.0
-"""A stream that waits longer sends a comment, so that no proxy takes the connection for dead; whether
-the client of another answer is still there is looked at as often."""
+"""Seconds after which a stream without output sends a comment, so that no proxy closes the connection.
+Other answers check as often whether the client is still connected."""
 _NOTHING = Output("")
 _FAILURES = ("cancelled", "shutdown", "error")
 
@@ -49,13 +49,14 @@ class Answering:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undelivered: list[tuple[Outputs, tuple[int, Output]]] = []
         scheduler.delivered = self._deliver
-        # A grammar may take long. One at a time, so that requests without one find a thread.
+        # Grammars can take long: one at a time, so that other requests get a thread.
         self._reading, self._compiling = asyncio.Semaphore(4), asyncio.Semaphore(1)
 
     async def answer(
         self, kind: type[Body | ResponsesBody], raw: bytes, request: Request
     ) -> Response:
-        """Start the generations. Raises `ApiError` if they cannot be started or, not streamed, fail."""
+        """Start the generations and return their answer. Raises `ApiError` if they cannot be started or,
+        unless streamed, fail."""
         outputs, deliver = self._outputs()
 
         def read() -> tuple[Body | ResponsesBody, Prepared]:
@@ -70,7 +71,7 @@ class Answering:
                 matcher = await asyncio.to_thread(self._model.grammars.start, prepared.untried)
             requests = [replace(one, grammar=matcher) for one in requests]
         generations = self._submit(requests)
-        # They are cancelled, and logged, once the answer has ended.
+        # `Entrance` cancels and logs them once the answer has ended.
         request.scope["generations"] = generations
         reply = Reply(self._model, body)
         if isinstance(asked, ResponsesBody):
@@ -95,7 +96,8 @@ class Answering:
         return response
 
     async def embeddings(self, raw: bytes, request: Request) -> Response:
-        """Return a vector of each text, computed between the steps of others. Raises `ApiError`."""
+        """Return a vector for each text, computed between the steps of other requests. Raises
+        `ApiError`."""
         outputs, deliver = self._outputs()
 
         def read() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
@@ -105,7 +107,7 @@ class Answering:
         body, requests = await self.in_thread(read)
         generations: list[Generation] = []
         request.scope["generations"] = generations
-        # So many at once as can run: what others ask meanwhile comes between them.
+        # As many at once as can run, so that other requests come between them.
         wave = self._scheduler.max_running
         for start in range(0, len(requests), wave):
             generations += self._submit(requests[start : start + wave])
@@ -119,8 +121,8 @@ class Answering:
         return response
 
     async def in_thread(self, read: Callable[[], Result]) -> Result:
-        """Return the result of `read`, which runs in another thread; four at a time, so that at least one
-        of asyncio's threads writes answers."""
+        """Return the result of `read`, which runs in another thread; four at a time, so that at least
+        one of asyncio's threads can write answers."""
         async with self._reading:
             return await asyncio.to_thread(read)
 
@@ -136,7 +138,7 @@ class Answering:
             raise ApiError(503, str(error), code="server_shutdown") from error
 
     def _outputs(self) -> tuple[Outputs, Deliver]:
-        """Return a queue, and what puts outputs into it from the scheduler's thread."""
+        """Return a queue, and a function that puts outputs into it from the scheduler's thread."""
         self._loop = asyncio.get_running_loop()
         outputs: Outputs = asyncio.Queue()
 
@@ -147,11 +149,11 @@ class Answering:
         return outputs, deliver
 
     def _deliver(self) -> None:
-        """Pass on what a step of the scheduler has brought, in its thread.
+        """Pass on the outputs of a scheduler's step; called in its thread.
 
-        Each call across wakes the loop, which then takes the interpreter from the scheduler while that
-        still chooses tokens: of 32 streams, 32 times a step. Woken once, the loop writes while the
-        engine computes.
+        Every call into the event loop wakes it, and it then takes the GIL from the scheduler, which is
+        still sampling: with 32 streams, 32 times per step. Woken once, the loop writes while the engine
+        computes.
         """
         given, self._undelivered = self._undelivered, []
 
@@ -160,7 +162,7 @@ class Answering:
                 outputs.put_nowait(output)
 
         if given and self._loop is not None:
-            with suppress(RuntimeError):  # a loop that has ended has nobody left to tell
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(put)
 
 
@@ -171,14 +173,15 @@ async def _check_connected(request: Request) -> None:
 
 
 def _name_ignored(response: Response, names: Iterable[str]) -> None:
-    """Name in a header what had no effect. The names are the client's: as many as fit, in ASCII."""
+    """Name the ignored parameters in a header: as many as fit, in ASCII, since clients choose the
+    names."""
     shown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in sorted(names)]
     if shown:
         response.headers["X-Ignored-Parameters"] = ", ".join(shown[:40])
 
 
 async def _json_response(blocks: Iterator[bytes]) -> Response:
-    """Many megabytes, such as log-probabilities of many tokens, are written as they are sent."""
+    """Return an answer that is written as it is sent: log-probabilities of many tokens take megabytes."""
     first = await asyncio.to_thread(lambda: list(islice(blocks, 2)))
     if len(first) == 1:
         return Response(first[0], media_type="application/json")
@@ -188,8 +191,8 @@ async def _json_response(blocks: Iterator[bytes]) -> Response:
 async def _new_outputs(
     choices: Sequence[Choice], outputs: Outputs
 ) -> AsyncIterator[tuple[Choice, Output]]:
-    """Yield what is new until all have ended, and `_NOTHING` when that takes a while. The
-    log-probabilities of a prompt are in its choice before the first."""
+    """Yield new outputs until all generations have ended, and `_NOTHING` when none comes for a while.
+    The log-probabilities of a prompt are in its choice before the first output."""
     left = len(choices)
     while left:
         try:
@@ -199,7 +202,7 @@ async def _new_outputs(
             yield choices[0], _NOTHING
             continue
         ready = {index: output}
-        # Where tokens come faster than they can be sent, one event takes several.
+        # If tokens come faster than they can be sent, one event holds several.
         for _ in range(outputs.qsize()):
             index, output = outputs.get_nowait()
             ready[index] = ready[index].then(output) if index in ready else output
@@ -210,14 +213,15 @@ async def _new_outputs(
                 choice.scores += choice.generation.prompt_scores
             choice.generated = max(choice.generated, output.generated)
             yield choice, output
-        # Neither the queue nor the client may have made it wait.
+        # Let other requests run, in case neither queue nor client blocked.
         await asyncio.sleep(0)
 
 
 async def _events(
     reply: Reply, choices: Sequence[Choice], outputs: Outputs
 ) -> AsyncIterator[bytes]:
-    """Server-sent events. What goes wrong after the start is an event too: then come the others."""
+    """Yield server-sent events. An error after the start is an event too, followed by the other choices'
+    events."""
     for choice in choices:
         if opening := reply.opening(choice):
             yield opening

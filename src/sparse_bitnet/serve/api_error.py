@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers other than success: OpenAI's error object, and what pydantic objects to in one line."""
+"""Error answers: OpenAI's error object, and pydantic's errors in one line."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 
 class ApiError(Exception):
-    """An answer other than success, as OpenAI words it."""
+    """Raised to answer with an HTTP error in OpenAI's format."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -17,16 +17,16 @@ class ApiError(Exception):
         self.status = status
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        # Half a character, of a template or a file of strangers, cannot be sent.
+        # A lone surrogate, from an untrusted template or file, cannot be sent.
         message = message.encode(errors="replace").decode()
         error = {"message": message, "type": kind, "param": param, "code": code}
         self.body: dict[str, Any] = {"error": error}
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """Return the error for what pydantic objects to, by the name of the parameter."""
+    """Return the error for pydantic's first error, with the name of the parameter."""
     errors = error.errors(include_url=False, include_context=False)
-    # The member of a union that got furthest is the one that was meant, and an empty list is one.
+    # In a union, the member that got furthest was meant; an empty list counts.
     first = max(errors, key=lambda entry: (len(entry["loc"]), entry["type"] == "too_short"))
     kind, given = first["type"], first["input"]
     # Pydantic also names the members of unions, such as "str" and "list[...]".

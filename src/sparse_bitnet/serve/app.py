@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible HTTP server over the scheduler: completions, chat, embeddings, models, metrics,
-and tokens of texts under the names of vLLM (prompt, messages) and llama.cpp (content)."""
+and tokenisation under the names of vLLM (prompt, messages) and llama.cpp (content)."""
 
 import asyncio
 import hmac
@@ -75,7 +75,7 @@ _METRICS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 class ServerMetrics(Observer):
-    """Metrics of one scheduler, in a registry of its own: two servers in a process do not mix."""
+    """Metrics of one scheduler in their own registry, so that two servers in a process do not mix."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -183,12 +183,12 @@ def create_app(
     paths = frozenset(route.path for route in routes)
     middleware = [Middleware(Entrance, model, scheduler, metrics, hosts, paths, log_requests)]
     if hosts.origins:
-        # First, so that pages can read errors, too.
+        # First, so that web pages can read errors too.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=sorted(hosts.origins),
             allow_methods=["GET", "POST"],
-            # Clients in browsers send many of their own, such as X-Stainless-Lang.
+            # Browser clients send headers of their own, such as X-Stainless-Lang.
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Ignored-Parameters", "Retry-After"],
         )
@@ -205,10 +205,10 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 async def _read_body(request: Request, most: int, limits: set[asyncio.Timeout]) -> bytes:
-    """Return the body. The time limits of the bodies that are being read are in `limits`."""
+    """Return the body. `limits` holds the time limits of the bodies that are being read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also keeps web pages of others out: browsers ask before they send this type across origins.
+        # Also keeps foreign web pages out: browsers send this type across origins only if allowed.
         raise ApiError(415, "send the body with Content-Type: application/json")
     body, limit = bytearray(), asyncio.timeout(_BODY_SECONDS)
     limits.add(limit)
@@ -228,8 +228,9 @@ async def _read_body(request: Request, most: int, limits: set[asyncio.Timeout]) 
 
 @dataclass
 class Entrance:
-    """ASGI middleware that refuses requests not meant for this server; names, counts and logs the others.
-    An exception becomes an error object here, unless the answer has begun. Generations end with it."""
+    """ASGI middleware: refuses requests that are not meant for this server, and gives the others an id,
+    counts and logs them. An exception becomes an error object here, unless the answer has begun.
+    Generations end with their request."""
 
     app: ASGIApp
     model: ServedModel
@@ -237,12 +238,12 @@ class Entrance:
     metrics: ServerMetrics
     hosts: AllowedHosts
     paths: frozenset[str]
-    """The server's own."""
+    """Paths that the server answers."""
     log: bool
     """Write a line of JSON for each request to standard error, without its text."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Labels and logs must not grow with what clients make up.
+        # Clients must not be able to add labels to metrics.
         path = scope["path"] if scope["path"] in self.paths else "other"
         began, status, headers = time.perf_counter(), 0, Headers(scope=scope)
         given = headers.get("x-request-id", "")
@@ -263,7 +264,7 @@ class Entrance:
 
         try:
             self.hosts.check(headers)
-            if path not in ("/", "/health"):  # the page asks for a key
+            if path not in ("/", "/health"):  # the page itself asks for the key
                 self._check_key(headers)
             await self.app(scope, receive, counted)
         except Exception as error:

@@ -50,17 +50,17 @@ class ServedModel:
     vocab_size: int
     hidden_size: int
     pooling: Pooling | None
-    """How its embeddings are made; None: it gives none."""
+    """Pooling of its embeddings; None: embeddings are refused."""
     grammars: TokenGrammars
     tool_syntax: ToolSyntax | None = None
-    """How its template writes calls; None: tools are refused."""
+    """Syntax of tool calls in its template; None: tools are refused."""
     api_key: str | None = None
     max_tokens: int | None = None
-    """Most tokens that a request may ask for; None: what the context holds."""
+    """Maximum of `max_tokens` in a request; None: the room left in the context."""
     max_body_bytes: int = 1 << 20
 
     def check_tokens(self, tokens: Iterable[int], param: str) -> None:
-        """Raise `ApiError`, naming the parameter, for a token that the vocabulary lacks."""
+        """Raise `ApiError`, naming the parameter, for a token outside the vocabulary."""
         if (most := max(tokens, default=0)) >= self.vocab_size:
             message = f"token {most} is above the vocabulary of {self.vocab_size} tokens"
             raise ApiError(400, message, param=param)
@@ -74,22 +74,22 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The generations of one request, to be submitted; those of a prompt stand together."""
+    """The generations of one request, ready to be submitted; those of one prompt are adjacent."""
 
     body: Body
     requests: list[GenerationRequest]
     untried: Grammar | None
-    """Grammar that the requests still lack, to be compiled; None if they lack none."""
+    """Grammar to compile and add to the requests; None if there is none."""
     ignored: set[str]
-    """Names of what had no effect."""
+    """Names of the parameters that had no effect."""
     echo: Sequence[str]
-    """Text that precedes what is generated, one for each prompt; "" for none."""
+    """Text before the generated text, one for each prompt; "" for none."""
 
 
 def requests_of(
     body: Body, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
 ) -> Prepared:
-    """Make a body's requests. Raises `ApiError` for one that asks for more than there is, and `UserError`
+    """Return the generations of a body. Raises `ApiError` for one that exceeds a limit, and `UserError`
     for an invalid grammar."""
     model.check_name(body.model)
     capacity, most = scheduler.capacity, scheduler.max_queue + scheduler.max_running
@@ -147,7 +147,7 @@ def requests_of(
 def embedding_requests(
     body: EmbeddingsBody, model: ServedModel, scheduler: ThreadedScheduler, deliver: Deliver
 ) -> list[GenerationRequest]:
-    """Make a request for each input. Raises `ApiError` for a body that asks for more than there is."""
+    """Return a request for each input. Raises `ApiError` for a body that exceeds a limit."""
     model.check_name(body.model)
     if model.pooling is None:
         raise ApiError(400, f"the model {model.name!r} gives no embeddings", code="no_embeddings")
@@ -177,9 +177,10 @@ def _encode(text: str, model: ServedModel, most: int, *, adds_special: bool) -> 
 def _prompt_tokens(
     prompt: str | list[int], model: ServedModel, most: int, param: str, adds_special: bool = True
 ) -> list[int]:
-    """Return the tokens of a text, or those given. Raises `ApiError` for none, unknown, or too many."""
+    """Return the tokens of a text, or the given tokens. Raises `ApiError` for none, unknown, or too
+    many."""
     if isinstance(prompt, str):
-        # An empty text starts as one does in training: after the token that ends another.
+        # An empty prompt starts as in training: after the token that ends another text.
         tokens = _encode(prompt, model, most, adds_special=adds_special)
         prompt = tokens or sorted(model.end_tokens)[:1]
     model.check_tokens(prompt, param)
@@ -189,8 +190,8 @@ def _prompt_tokens(
 
 
 def _chat_text(body: ChatBody, model: ServedModel) -> str:
-    """Return a chat as its template writes it. Raises `ApiError` or `UserError` where there is
-    none, or it refuses."""
+    """Return a chat as its template writes it. Raises `ApiError` or `UserError` if there is no template,
+    or it refuses the chat."""
     template = model.template
     if template is None:
         message = f"the model {model.name!r} has no chat template: use /v1/completions"
@@ -198,7 +199,7 @@ def _chat_text(body: ChatBody, model: ServedModel) -> str:
     if body.functions and model.tool_syntax is None:
         message = f"the template of {model.name!r} knows no tools, or calls them in its own way"
         raise ApiError(400, message, param="tools", code="no_tools")
-    # Without what is None: templates ask whether a name is defined.
+    # Leave out None: templates test whether a name is defined.
     effort = body.reasoning_effort
     variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     variables |= body.chat_template_kwargs or {}
@@ -209,7 +210,7 @@ def _chat_text(body: ChatBody, model: ServedModel) -> str:
         variables["tools"] = [function.plain() for function in body.functions]
     if body.continues or body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = not body.continues and body.add_generation_prompt
-    # What stands behind the mark is the template's end of a message that is complete.
+    # The template ends a complete message with the text after the mark.
     mark = secrets.token_hex(16) if body.continues else ""
 
     def render(as_text: bool) -> str:
@@ -236,7 +237,8 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
 def _with_calls(
     grammar: Grammar | None, body: ChatBody, syntax: ToolSyntax | None
 ) -> Grammar | None:
-    """Return a grammar of calls or an answer, as OpenAI does; of the answer only if both begin with {."""
+    """Return a grammar of tool calls or an answer, as OpenAI does; of the answer alone if both begin
+    with {."""
     assert syntax is not None
     is_answer = grammar is not None and body.response_format is not None
     if body.calls_are_forced and grammar is not None and not is_answer:
@@ -244,7 +246,7 @@ def _with_calls(
     answer = grammar.rule if grammar is not None and is_answer else ""
     if grammar is not None and not (body.calls_are_forced or (answer and syntax.opening)):
         return grammar
-    # A text that is constrained to calls, or a grammar, begins with them.
+    # Output that is constrained begins with the constrained part, not with a thought.
     body._in_thought &= not (body.calls_are_forced or answer)
     named = body.named_function
     return tool_grammar(

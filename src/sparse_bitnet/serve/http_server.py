@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listening: which requests are meant for this server, and uvicorn with an end in order on SIGINT or
+"""The listening server: checks whether a request is meant for it, and ends gracefully on SIGINT or
 SIGTERM."""
 
 import gc
@@ -32,11 +32,11 @@ _BACKLOG = 128
 
 
 class AllowedHosts:
-    """The host names in the requests that are meant for this server: localhost, this machine's, and those
-    of the options.
+    """Host names of requests that are meant for this server: localhost, this machine's, and those of the
+    options.
 
-    With DNS rebinding, a stranger's page points its own name at this machine, and reads what it likes
-    from a server that ignores the Host header. Addresses are allowed: they cannot be pointed elsewhere.
+    With DNS rebinding, a hostile page points its own host name at this machine, and can read a server
+    that ignores the Host header. IP addresses are allowed: they cannot be pointed elsewhere.
     """
 
     def __init__(self, names: Collection[str] = (), origins: Iterable[str] = ()) -> None:
@@ -58,7 +58,7 @@ class AllowedHosts:
         if not _is_address(called) and not {called, ANY} & self._names:
             raise _refusal("Host", host)
         if origin is not None and not {origin, ANY} & self.origins:
-            # A stranger's page may have an address, too: only the one that was called is ours.
+            # A hostile page may have an address too: only the called one is ours.
             page = _name_in(origin.partition("://")[2])
             if page != called and not {page, ANY} & self._names:
                 raise _refusal("Origin", origin)
@@ -86,7 +86,7 @@ def _refusal(header: str, value: str) -> ApiError:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 picks a free one. Raises `UserError` if it cannot be had."""
+    """Return a listening socket; port 0 picks a free one. Raises `UserError` if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
@@ -121,8 +121,8 @@ class HttpServer(uvicorn.Server):
         self._app, self._scheduler, self._grace = app, scheduler, grace
 
     def _connect(self, **options: Any) -> H11Protocol:
-        """A new connection. Where there are too many, those that have not sent a whole request are
-        closed: whoever sends half requests only shuts out themselves."""
+        """Return a new connection. If there are too many, close those that have not sent a whole
+        request: clients that send half requests shut out only themselves."""
         if len(self.server_state.connections) >= _MOST_CONNECTIONS:
             connections: list[Any] = list(self.server_state.connections)
             for connection in connections:
@@ -132,8 +132,8 @@ class HttpServer(uvicorn.Server):
         return H11Protocol(**options)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets generations end, the second stops them. The process ends in order
-        instead of by the signal, which uvicorn would raise again."""
+        """Let generations finish on the first signal, and stop them on the second. The process then ends
+        normally instead of by the signal, which uvicorn would raise again."""
         self._scheduler.stop(0 if self.should_exit else self._grace)
         self.should_exit = True
 
@@ -142,13 +142,13 @@ def serve(app: Starlette, scheduler: ThreadedScheduler, bound: socket.socket, gr
     """Serve on a listening socket until SIGINT or SIGTERM; starts the scheduler and ends it. Call it in
     the main thread. Running generations get `grace` seconds to end after the first signal."""
     server = HttpServer(app, scheduler, grace)
-    # It warns of every write to a client that has gone.
+    # asyncio warns of every write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     scheduler.start()
-    # Collections that went through what stays again and again would hold up the streams.
+    # Garbage collections that scan permanent objects would delay the streams.
     gc.collect()
     gc.freeze()
-    # Every write to a socket gives the interpreter's lock away, and the scheduler's thread would keep it
+    # Every write to a socket releases the GIL, and the scheduler's thread would keep it
     # for the default of 5 ms.
     sys.setswitchinterval(2e-4)
     try:

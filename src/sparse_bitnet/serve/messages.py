@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages and the tools of a chat as clients write them, and as chat templates read them."""
+"""Messages and tools of a chat, as clients send them and as chat templates read them."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ from sparse_bitnet.data.chat import call_arguments
 
 
 class StrictModel(BaseModel):
-    """A body or a part of one: nothing unknown, nothing converted."""
+    """A request body or a part of one; unknown fields and other types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -18,13 +18,13 @@ class StrictModel(BaseModel):
 
 
 class Replayed(StrictModel):
-    """A part as clients send it back, whatever server gave it to them: unknown names are ignored."""
+    """A part that clients copy from an earlier answer of any server: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def ignored_below(body: BaseModel) -> set[str]:
-    """Return the names, with their places, of the unknown fields in the parts of a body."""
+    """Return the paths of the unknown fields in the parts of a body."""
     names: set[str] = set()
     for name in type(body).model_fields:
         value = getattr(body, name)
@@ -41,7 +41,7 @@ _Thought = Literal["thinking", "redacted_thinking", "reasoning"]
 
 
 class TextPart(Replayed):
-    """A piece of content. Thoughts are ignored; other kinds than text are refused."""
+    """A piece of content. Thoughts are ignored; anything but text is refused."""
 
     type: Literal["text", "input_text", "output_text", "refusal"] | _Thought
     text: str | None = None
@@ -55,7 +55,7 @@ class TextPart(Replayed):
 
     @property
     def shown(self) -> str:
-        """The text; empty for a thought."""
+        """The text; "" for a thought."""
         if self.type == "refusal":
             return self.refusal or ""
         return self.text or "" if self.type.endswith("text") else ""
@@ -72,7 +72,7 @@ class FunctionCall(Replayed):
 
 
 class ToolCall(Replayed):
-    """One call of an assistant's message."""
+    """One tool call in an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -105,7 +105,7 @@ class Message(Replayed):
             raise ValueError("tool_call_id belongs to role tool")
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
-        # A model that does not see them would answer wrong.
+        # A model that cannot see them would answer wrongly.
         for name in ("images", "videos", "audios"):
             if (self.model_extra or {}).get(name):
                 raise ValueError(f"{name} are not supported: this model reads text")
@@ -113,7 +113,7 @@ class Message(Replayed):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one string."""
         if self.content is None and isinstance(self.refusal, str):
             return self.refusal
         if isinstance(self.content, list):
@@ -136,7 +136,7 @@ class Message(Replayed):
 
 
 class FunctionTool(Replayed):
-    """A function and its arguments."""
+    """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -151,7 +151,7 @@ class FunctionTool(Replayed):
 
 
 class Tool(Replayed):
-    """A function; there are no other tools."""
+    """A function; other kinds of tools do not exist here."""
 
     type: Literal["function"]
     function: FunctionTool

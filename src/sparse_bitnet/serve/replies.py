@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Response bodies of the server: OpenAI's completions and chats, whole or in chunks, and embeddings."""
+"""Answers of the server: OpenAI's completions and chats, whole or in chunks, and embeddings."""
 
 import base64
 import json
@@ -23,31 +23,31 @@ _PIECES = 1 << 12
 
 
 def dumped(content: Any) -> str:
-    """JSON in ASCII: whatever lies in between cannot split a character. Iterators become lists."""
+    """Return JSON in ASCII, so that a proxy cannot split a character. Iterators become lists."""
     return json.dumps(content, separators=(",", ":"), default=list)
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {dumped(content)}\n\n".encode()
 
 
 def json_blocks(content: dict[str, Any]) -> Iterator[bytes]:
-    """JSON in blocks, made as they are asked for: other threads have their turn in between. Iterators
-    become lists one by one."""
+    """Yield JSON in blocks, computed on request, so that other threads can run in between. Iterators
+    become lists."""
     pieces = json.JSONEncoder(separators=(",", ":"), default=list).iterencode(content)
     while block := "".join(islice(pieces, _PIECES)):
         yield block.encode()
 
 
 class Choice:
-    """One text as it grows, with the log-probabilities that have not been sent.
+    """One output as it grows, with its log-probabilities that have not been sent.
 
     Attributes:
-        echo: the prompt that precedes the text, if it is wanted.
-        reader: finds the calls in it; None where it holds none.
+        echo: the prompt, if it is to precede the output.
+        reader: extracts tool calls; None if there can be none.
         scores: log-probabilities that have not been sent.
-        generated: tokens up to the last event.
+        generated: number of tokens up to the last event.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Choice:
         self._place = 0
 
     def read(self, text: str, is_last: bool) -> list[str | CallPiece]:
-        """Divide a piece of text into content and calls."""
+        """Divide a piece of text into content and tool calls."""
         if self.reader is None:
             return [text] if text else []
         return self.reader.feed(text) + (self.reader.end() if is_last else [])
@@ -77,14 +77,15 @@ class Choice:
             yield self._place
             text = self._stream.feed(score.token)
             if score.token in self._tokenizer.special_tokens:
-                # A prompt may spell it out, and a generated text does not show it.
+                # A prompt may spell a special token, but output does not show it.
                 name = self._tokenizer.token_bytes(score.token).decode(errors="replace")
                 text = name if self.echo.startswith(name, self._place) else text
             self._place += len(text)
 
 
 class Reply:
-    """The objects of one response of /v1/completions or /v1/chat/completions; they share a head."""
+    """The objects of one answer of /v1/completions or /v1/chat/completions; all have the same id and
+    time."""
 
     def __init__(self, model: ServedModel, body: Body) -> None:
         self._body, self._tokenizer = body, model.tokenizer
@@ -98,7 +99,7 @@ class Reply:
         }
 
     def whole(self, choices: Sequence[Choice]) -> Iterator[bytes]:
-        """Yield the answer that is not streamed, in blocks."""
+        """Yield the answer in blocks, for a request without streaming."""
         entries = []
         for choice in choices:
             finish = choice.generation.finish_reason
@@ -115,7 +116,7 @@ class Reply:
         yield from json_blocks(self._head | content)
 
     def opening(self, choice: Choice) -> bytes:
-        """Return the event before the first piece of a choice: a role, or the prompt that is echoed."""
+        """Return the event before the first piece of a choice: a role, or the echoed prompt."""
         entry = self._entry(choice, choice.echo)
         if self._is_chat:
             entry["delta"] = {"role": "assistant", "content": ""}
@@ -124,13 +125,13 @@ class Reply:
     def chunk(
         self, choice: Choice, text: str, scores: list[TokenScore], finish: str | None
     ) -> bytes:
-        """Return an event with a piece of one choice; empty while it has to be held back."""
+        """Return an event with a piece of one choice; b"" while the piece must be held back."""
         entry = self._entry(choice, text, scores, finish)
         is_empty = not (entry.get("text") or entry.get("delta") or scores or finish)
         return b"" if is_empty else self._event(choice, entry)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event of a choice that has failed."""
+        """Return the event for a choice that failed."""
         return event(error.body)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
@@ -142,7 +143,7 @@ class Reply:
 
     def _usage(self, choices: Sequence[Choice], generated: int | None = None) -> dict[str, Any]:
         """Return the token usage of ended generations, or of one after `generated` tokens. A prompt
-        counts once for all its choices; generated tokens include the one that ends a text."""
+        counts once for all its choices; generated tokens include the one that ends an output."""
         generations = [choice.generation for choice in choices]
         first_choices = generations[:: self._body.n]
         prompt = sum(generation.prompt_tokens for generation in first_choices)
@@ -169,7 +170,7 @@ class Reply:
         scores: list[TokenScore] | None = None,
         finish: str | None = None,
     ) -> dict[str, Any]:
-        """Return a piece of a choice; of a chat, with a `delta` in which nothing is empty."""
+        """Return a piece of a choice; for a chat, with a `delta` without empty fields."""
         entry: dict[str, Any] = {"index": choice.index}
         if self._is_chat:
             entry["delta"] = _delta(choice.read(text, is_last=finish is not None))
@@ -183,7 +184,7 @@ class Reply:
         return entry | {"logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
-        """Return log-probabilities as completions have them."""
+        """Return log-probabilities in the format of completions."""
         tops = (
             {self._name(token): logprob for token, logprob in score.top}
             if score.packed_top
@@ -198,7 +199,8 @@ class Reply:
         }
 
     def _name(self, token: int) -> str:
-        """Return the token's text; bytes that are no character by themselves as OpenAI writes them."""
+        """Return the token's text; bytes that are not a character by themselves are written as OpenAI
+        does."""
         given = self._tokenizer.token_bytes(token)
         try:
             return given.decode()
@@ -206,7 +208,7 @@ class Reply:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
 
     def _token_scores(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
-        """Return log-probabilities as chats have them."""
+        """Return log-probabilities in the format of chats."""
 
         def named(token: int, logprob: float | None) -> dict[str, Any]:
             given = self._tokenizer.token_bytes(token)
@@ -222,7 +224,7 @@ class Reply:
 
 
 def _delta(pieces: Iterable[str | CallPiece]) -> dict[str, Any]:
-    """Return the content and the calls of a piece of a chat's text."""
+    """Return the content and the tool calls of a piece of a chat."""
     calls: dict[int, dict[str, Any]] = {}
     content = ""
     for piece in pieces:
@@ -242,7 +244,7 @@ def _delta(pieces: Iterable[str | CallPiece]) -> dict[str, Any]:
 def vectors_reply(
     name: str, body: EmbeddingsBody, generations: Sequence[Generation]
 ) -> Iterator[bytes]:
-    """The answer of /v1/embeddings, in blocks."""
+    """Yield the answer of /v1/embeddings in blocks."""
 
     def entry(index: int, vector: np.ndarray) -> dict[str, Any]:
         vector = vector[: body.dimensions].astype("<f4")

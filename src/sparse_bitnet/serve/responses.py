@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/responses, as a chat. Nothing is stored: each request has the whole input, and is answered by
-output items, whole or as the events by which they grow."""
+"""POST /v1/responses, translated to a chat. Nothing is stored: each request has the whole input. The
+answer is output items, whole or as events."""
 
 import time
 import uuid
@@ -19,15 +19,15 @@ from sparse_bitnet.serve.tool_calls import CallPiece
 
 
 class TextOptions(StrictModel):
-    """Structured output of the text, as in a chat's `response_format`, and its length."""
+    """Structured output, as in a chat's `response_format`, and verbosity."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ResponsesBody(SamplingBody):
-    """POST /v1/responses. Items and tools are those of a chat, in another shape; kinds that exist only at
-    OpenAI's are ignored."""
+    """POST /v1/responses. Items and tools are those of a chat in another format; kinds that only OpenAI
+    has are ignored."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
@@ -47,7 +47,7 @@ class ResponsesBody(SamplingBody):
         return [tool for tool in self.tools or () if tool.get("type") in ("function", None)]
 
     def chat(self) -> ChatBody:
-        """Return the same as a chat. Raises `ApiError` for what a chat would refuse."""
+        """Return the request as a chat. Raises `ApiError` if a chat would be refused."""
         same = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
         given = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *same)}
         given |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
@@ -64,7 +64,7 @@ class ResponsesBody(SamplingBody):
         return parse_body(ChatBody, given)
 
     def _messages(self) -> list[dict[str, Any]]:
-        """A chat's. Ids and states that come back from an earlier answer say nothing here."""
+        """Return the messages of the chat. Ids and states copied from an earlier answer are ignored."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -75,7 +75,7 @@ class ResponsesBody(SamplingBody):
                 case "message" | None:
                     messages.append({name: item.get(name) for name in ("role", "content")})
                 case "function_call":
-                    # Calls, and what is said before them, are one message of a chat.
+                    # In a chat, calls and the text before them are one message.
                     if not messages or messages[-1]["role"] != "assistant":
                         messages.append({"role": "assistant", "content": None})
                     call = {name: item[name] for name in ("name", "arguments") if name in item}
@@ -90,7 +90,8 @@ class ResponsesBody(SamplingBody):
         return messages
 
     def named(self, ignored: set[str]) -> set[str]:
-        """Return what a chat ignored, by its names here, and the kinds of items and tools that are."""
+        """Return the names, as in this request, of the parameters that the chat ignored, and the ignored
+        kinds of items and tools."""
         # Templates drop the thoughts of earlier turns.
         known = ("message", "function_call", "function_call_output", "reasoning", None)
         items = [] if isinstance(self.input, str) else self.input
@@ -103,7 +104,7 @@ class ResponsesBody(SamplingBody):
 
 
 class ResponsesReply(Reply):
-    """One response; there is one choice."""
+    """One answer of /v1/responses; it has one choice."""
 
     def __init__(self, model: ServedModel, body: Body, asked: ResponsesBody) -> None:
         super().__init__(model, body)
@@ -168,7 +169,7 @@ class ResponsesReply(Reply):
         return "".join(lines).encode()
 
     def _grow(self, choice: Choice, text: str, finish: str | None) -> Iterator[dict[str, Any]]:
-        """Events of a piece of text, and of the end."""
+        """Yield the events of a piece of text, and of the end."""
         for piece in choice.read(text, is_last=finish is not None):
             yield from self._say(piece) if isinstance(piece, str) else self._call(piece)
         if finish is None:
@@ -192,13 +193,13 @@ class ResponsesReply(Reply):
         yield {"type": f"response.{status}", "response": self._response}
 
     def _at(self, kind: str, **more: Any) -> dict[str, Any]:
-        """An event about the last item."""
+        """Return an event about the last item."""
         item, place = self._output[-1], len(self._output) - 1
         more = more if "item" in more else more | {"item_id": item["id"]}
         return {"type": f"response.{kind}", "output_index": place} | more
 
     def _is_open(self, kind: str | None = None) -> bool:
-        """Whether the last item, of that type, still grows."""
+        """Whether the last item, of that kind if given, still grows."""
         item = self._output[-1] if self._output else {"status": None}
         return item["status"] == "in_progress" and kind in (None, item["type"])
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request bodies that the server accepts: OpenAI's, and their limits.
+"""Request bodies that the server accepts, OpenAI's, and their limits.
 
-Parameters that would change the output and are not supported are refused by name, unless they have
-the value that changes nothing; those that cannot change it are accepted and named in a header.
+A parameter that would change the output and is not supported is refused by name, unless it has the value
+that changes nothing. A parameter that cannot change the output is accepted and named in a header.
 """
 
 import difflib
@@ -37,11 +37,11 @@ _SEEDS = 2**64
 _LIST = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
 WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 Limit = Annotated[int, Field(ge=-1), WHOLE]
-"""Most tokens; -1: as many as there is room for."""
+"""Maximum number of tokens; -1: as many as fit."""
 ChatLimit = Annotated[Annotated[int, Field(ge=1)] | Literal[-1], WHOLE]
 TopScores = Annotated[int, Field(ge=0, le=20), WHOLE]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-# `fail_fast`: thousands of wrong elements need no thousands of objections.
+# `fail_fast`: one error is enough for thousands of wrong elements.
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 TokenIds = Annotated[Tokens, Field(min_length=1)]
 
@@ -54,7 +54,7 @@ def _listed(given: Any) -> Any:
 Prompts = Annotated[
     list[str | TokenIds], Field(min_length=1, fail_fast=True), BeforeValidator(_listed)
 ]
-"""Texts or token ids, of which a client may also give one alone."""
+"""Texts or lists of token ids; a client may also send a single one."""
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Schema = dict[str, Any]
@@ -62,7 +62,7 @@ Words = Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(min_leng
 
 
 def _within(name: str) -> Any:
-    """A sampling option's limits, checked here so that the message names the parameter."""
+    """Return the check of a sampling option's limits, so that the message names the parameter."""
     least, most = RANGES[name]
     return Field(ge=least, le=most)
 
@@ -71,7 +71,7 @@ def _within(name: str) -> Any:
 _IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "store", "include", "max_tool_calls", "client_metadata",
-    # vLLM's and llama.cpp's.
+    # Parameters of vLLM and llama.cpp.
     "priority", "request_id", "cache_prompt", "id_slot", "return_progress", "timings_per_token",
 })
 # fmt: on
@@ -102,18 +102,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Values that change nothing, as None does, of parameters that are not supported."""
+"""Values that change nothing (besides None) of parameters that are not supported."""
 
 
 def unknown_parameter(name: str, known: Iterable[str] = ()) -> ApiError:
-    """Return the error for a parameter that does not exist; it names the nearest of those `known`."""
+    """Return the error for an unknown parameter; it names the nearest of those `known`."""
     near = difflib.get_close_matches(name[:50], known, 1)
     message = f"unknown parameter: {name[:200]}" + (f" (did you mean {near[0]}?)" if near else "")
     return ApiError(400, message, param=name[:200], code="unknown_parameter")
 
 
 class TolerantBody(StrictModel):
-    """A request to a model. Parameters that change nothing are ignored, others refused by name."""
+    """A request to a model. Parameters without effect are ignored, other unknown ones refused by name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -122,14 +122,14 @@ class TolerantBody(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Many clients write null for what they do not set."""
+        """Drop nulls: many clients write null for parameters that they do not set."""
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def ignored(self) -> set[str]:
-        """Names of what is given and has no effect, here and in the parts."""
+        """Names of given parameters that have no effect, here and in the parts."""
         return ((self.model_extra or {}).keys() & _IGNORED) | ignored_below(self)
 
     def check(self) -> None:
@@ -145,14 +145,14 @@ class TolerantBody(StrictModel):
 
 
 class SamplingBody(TolerantBody):
-    """Fields that all bodies of generations share."""
+    """Fields that all requests for generations share."""
 
     stream: bool = False
     stop: Annotated[list[StopString], Field(max_length=16), _LIST] = Field([])
     temperature: Annotated[float, _within("temperature")] = 1
     top_p: Annotated[float, _within("top_p")] = 1
     top_k: Annotated[int, Field(ge=-1), WHOLE] = 0
-    """-1: all tokens, as 0."""
+    """-1: all tokens, like 0."""
     min_p: Annotated[float, _within("min_p")] = 0
     repetition_penalty: Annotated[float, _within("repetition_penalty")] = 1
     frequency_penalty: Annotated[float, _within("frequency_penalty")] = 0
@@ -162,7 +162,7 @@ class SamplingBody(TolerantBody):
 
 
 class StreamOptions(StrictModel):
-    """Options of a stream: what it reports besides its text."""
+    """Options of a stream: additional fields of its events."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -172,7 +172,7 @@ class StreamOptions(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's; exactly one of them."""
+    """Structured output in vLLM's format: exactly one of these."""
 
     json_schema: Annotated[str | Schema | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -190,7 +190,7 @@ def _json_grammar(schema: str | Schema | None, is_strict: bool = True) -> Gramma
 
 
 def _format_grammar(given: dict[str, Any]) -> Grammar | None:
-    """Return the grammar of OpenAI's `response_format`, or llama.cpp's with a schema."""
+    """Return the grammar of a `response_format` in OpenAI's or, with a schema, in llama.cpp's format."""
     match {name: value for name, value in given.items() if value is not None}:
         case {"type": "text", **rest} if not rest:
             return None
@@ -204,7 +204,7 @@ def _format_grammar(given: dict[str, Any]) -> Grammar | None:
 
 
 class _Body(SamplingBody):
-    """Fields that the bodies of completions and chats share."""
+    """Fields that completions and chats share."""
 
     stream_options: StreamOptions | None = None
     max_tokens: Limit = -1
@@ -216,11 +216,11 @@ class _Body(SamplingBody):
     guided_choice: Words | None = None
     guided_grammar: str | None = None
     json_schema: Schema | None = None
-    """llama.cpp's, as `grammar`."""
+    """Schema of the output; llama.cpp's parameter, as is `grammar`."""
     grammar: str | None = None
 
     def sampling(self, seed: int) -> SamplingOptions:
-        """Return how tokens are chosen; `seed` may be any integer."""
+        """Return the sampling options; `seed` may be any integer."""
         biases = {int(token): added for token, added in self.logit_bias.items()}
         return SamplingOptions(
             seed=seed % _SEEDS,
@@ -230,8 +230,8 @@ class _Body(SamplingBody):
         )
 
     def constraint(self) -> Grammar | None:
-        """Return the grammar that the text has to match; None: any text. Raises `UserError` for an
-        invalid grammar, and `ApiError` for two constraints at once."""
+        """Return the grammar of the output; None: any text. Raises `UserError` for an invalid grammar,
+        and `ApiError` for two constraints at once."""
         outputs = self.structured_outputs or StructuredOutputs()
         given: dict[str, tuple[Any, Callable[[Any], Grammar | None]]] = {
             "response_format": (self.response_format, _format_grammar),
@@ -260,11 +260,12 @@ class CompletionBody(_Body):
     echo: bool = False
     logprobs: TopScores | None = None
     max_tokens: Limit = 16
-    """The default is OpenAI's; fewer if the context has less room."""
+    """Default as OpenAI's; fewer if the context has less room."""
 
     @property
     def top_scores(self) -> int | None:
-        """Number of likeliest tokens beside each, all with log-probabilities; None: no scores."""
+        """Number of likeliest tokens to report per token, all with log-probabilities; None: no
+        log-probabilities."""
         return self.logprobs
 
     def check(self) -> None:
@@ -285,13 +286,13 @@ class ChatBody(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template."""
     reasoning_effort: str | None = None
-    """Also one; few templates use it."""
+    """A variable of the template as well; few templates use it."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """vLLM's; without either, an assistant's message at the end is continued."""
+    """vLLM's parameter; without either, an assistant's message at the end is continued."""
     tools: Annotated[list[Tool] | None, Field(max_length=128, fail_fast=True)] = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    """An object names the function that has to be called, as chats or as /v1/responses write it."""
+    """An object names the function to call, in the format of chats or of /v1/responses."""
     parallel_tool_calls: bool | None = None
 
     _in_thought: bool = PrivateAttr(False)
@@ -299,7 +300,7 @@ class ChatBody(_Body):
 
     @property
     def _is_answered(self) -> bool:
-        """The last message is an assistant's text."""
+        """Whether the last message is an assistant's text."""
         return self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls
 
     @property
@@ -311,12 +312,12 @@ class ChatBody(_Body):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """Those that may be called."""
+        """The functions that may be called."""
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
 
     @property
     def named_function(self) -> str | None:
-        """The one that has to be called."""
+        """Name of the function that must be called, or None."""
         if not isinstance(self.tool_choice, dict):
             return None
         named = self.tool_choice.get("function", self.tool_choice)
@@ -324,12 +325,13 @@ class ChatBody(_Body):
 
     @property
     def calls_are_forced(self) -> bool:
-        """The answer is calls and nothing else."""
+        """Whether the answer must be tool calls and nothing else."""
         return self.tool_choice == "required" or self.named_function is not None
 
     @property
     def top_scores(self) -> int | None:
-        """Number of likeliest tokens beside each, as in `CompletionBody.top_scores`; None: no scores."""
+        """Number of likeliest tokens to report per token, as in `CompletionBody.top_scores`; None:
+        none."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
@@ -360,7 +362,7 @@ class EmbeddingsBody(TolerantBody):
     input: Annotated[Prompts, Field(max_length=2048)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """This many numbers from the front, of unit length again."""
+    """Keep this many numbers from the front, normalised to unit length again."""
 
 
 Body = CompletionBody | ChatBody

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls in a model's text: how each family of templates writes them, read as the text comes, and as
-rules that a text has to keep."""
+"""Tool calls in a model's output: the syntax of each family of templates, a streaming parser, and
+grammars."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from sparse_bitnet.serve.messages import FunctionTool
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """One family's way to write {"name": ..., `arguments`: {...}}."""
+    """How one family of models writes the tool call {"name": ..., `arguments`: {...}}."""
 
     opening: str
-    """Before each call; "": the whole text is calls, or none."""
+    """Text before each call; "": the whole output is calls, or none of it."""
     closing: str
     between: str
-    """Two calls."""
+    """Text between two calls."""
     arguments: str
 
 
@@ -33,31 +33,31 @@ LLAMA = ToolSyntax("", "", "; ", "parameters")
 PYTHON_TAG = "<|python_tag|>"
 THOUGHT = ("<think>", "<thinking>", "[THINK]")
 END_OF_THOUGHT = ("</think>", "</thinking>", "[/THINK]")
-"""Tags around reasoning, in which a call is only drafted."""
+"""Tags around reasoning; calls inside them are only drafts."""
 _SPACE = " \t\r\n"
-"""JSON's."""
+"""White space in JSON."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _STRING_OR_CLOSING = re.compile(rf'"(?:[^"\\\n]|\\.)*+(?:["\n]|\\?\Z)|{re.escape(HERMES.closing)}')
-"""A string of JSON ends with its line, if not before."""
+"""A JSON string ends with its line at the latest."""
 
 
 def ends_in_thought(text: str) -> bool:
-    """Whether a thought that the text begins does not end in it."""
+    """Whether the text ends inside a thought that it begins."""
     return max(map(text.rfind, THOUGHT)) > max(map(text.rfind, END_OF_THOUGHT))
 
 
 def _first(text: str, tags: Sequence[str]) -> tuple[int, str]:
-    """The first place of any of the tags, and the tag; the end of the text, without what may be the
-    beginning of one, and no tag."""
+    """Return the first place of any of the tags, and that tag. Without one: the end of the text, less a
+    possible beginning of a tag, and ""."""
     places = [(place, tag) for tag in tags if (place := text.find(tag)) >= 0]
     return min(places, default=(len(text) - max(overlap(text, tag) for tag in tags), ""))
 
 
 def syntax_of(template: str) -> ToolSyntax | None:
-    """That of a chat template; None where it knows no tools, or writes calls in a way of its own."""
+    """Return the tool-call syntax of a chat template; None if it has no tools, or an unknown syntax."""
     if "tools" not in template or "<function=" in template:
         return None
     if HERMES.opening in template:
@@ -67,7 +67,7 @@ def syntax_of(template: str) -> ToolSyntax | None:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """A call's beginning, with its name, or more of its arguments."""
+    """The beginning of a tool call, with its name, or more of its arguments."""
 
     index: int
     arguments: str
@@ -76,13 +76,13 @@ class CallPiece:
 
 
 class ToolCallReader:
-    """Divides a streamed text into content and calls. Arguments are passed on as they come; what turns
-    out to be no call, one of a function that there is not, or one inside a thought, is content."""
+    """Divides streamed output into content and tool calls. Arguments are passed on as they come. An
+    invalid call, a call of an unknown function, and a call inside a thought are content."""
 
     def __init__(
         self, syntax: ToolSyntax, names: frozenset[str], *, in_thought: bool = False
     ) -> None:
-        """`names`: the functions there are; `in_thought`: whether the prompt ends inside a thought."""
+        """`names`: the known functions; `in_thought`: whether the prompt ends inside a thought."""
         self._syntax, self._names = syntax, names
         self._held = ""
         self._state = "thought" if in_thought else "content"
@@ -91,17 +91,17 @@ class ToolCallReader:
         self.calls = 0
 
     def feed(self, text: str) -> list[str | CallPiece]:
-        """Add `text`; returns the pieces of content and of calls that have become certain."""
+        """Add `text`; return the pieces of content and of calls that are now certain."""
         self._held += text
         return list(self._read())
 
     def end(self) -> list[str | CallPiece]:
-        """Return the pieces of content and of calls that were held back; nothing follows."""
+        """Return the remaining pieces of content and of calls; nothing follows."""
         pieces: list[str | CallPiece] = []
         while self._state == "body":
             if call := self._whole(self._held):
                 return [*pieces, call]
-            # A string without an end may have hidden those of calls.
+            # An unterminated string may have hidden the end of a call.
             body, closing, self._held = self._held.partition(self._syntax.closing or "\0")
             pieces.append(self._syntax.opening + body + closing)
             self._state = "content"
@@ -133,7 +133,7 @@ class ToolCallReader:
                 yield self._held[: place + len(tag)]
                 self._held, self._state = self._held[place + len(tag) :], "thought"
                 return
-            # A call may begin with spaces before it, which belong to it.
+            # Spaces before a call belong to it.
             content = self._held[:place].rstrip()
             if content:
                 yield content
@@ -144,7 +144,7 @@ class ToolCallReader:
             return
         start = self._held.lstrip(_SPACE + ";" if self.calls else _SPACE)
         if start.startswith(THOUGHT):
-            # The tag has no end of a thought in it, so that it may go with what follows.
+            # The tag contains no end of a thought, so it can stay with the text that follows.
             self._state = "thought"
             return
         if start.startswith(PYTHON_TAG):
@@ -202,7 +202,7 @@ class ToolCallReader:
         yield from ()
         opening, closing = self._syntax.opening, self._syntax.closing or "}"
         before, end, rest = self._held.partition(closing)
-        if opening and (place := before.find(opening)) >= 0:  # weak models leave out a call's end
+        if opening and (place := before.find(opening)) >= 0:  # weak models omit the end of a call
             self._held, self._state = self._held[place:], "content"
         elif end:
             self._held, self._state = rest, "content"
@@ -212,7 +212,7 @@ class ToolCallReader:
         return CallPiece(self.calls - 1, arguments, f"call_{uuid.uuid4().hex[:24]}", name)
 
     def _whole(self, body: str) -> CallPiece | None:
-        """A call with its parts in another order; None for what is none."""
+        """Return a call whose parts are in another order; None if it is no call."""
         try:
             call = json.loads(body)
         except (ValueError, RecursionError):
@@ -233,16 +233,16 @@ def tool_grammar(
     answer: str = "",
     in_thought: bool = False,
 ) -> Grammar | None:
-    """Return rules for texts with calls of these functions, whose arguments fit the schema of a forced
-    call or a strict function; None where any text may be written.
+    """Return a grammar of outputs with calls of these functions, whose arguments fit the schema if the
+    call is forced or the function strict; None if any text is allowed.
 
     Args:
         is_forced: at least one call and nothing else.
-        is_single: one call at most; else any number.
-        answer: the Lark rule of a text without calls; "": any text.
-        in_thought: the prompt has begun a thought.
+        is_single: at most one call; else any number.
+        answer: the Lark rule of an output without calls; "": any text.
+        in_thought: the prompt ends inside a thought.
     """
-    # Where a call is the model's choice, only a strict schema binds it: no other is looked at.
+    # If calls are optional, only strict schemas constrain their arguments.
     bound = [function for function in functions if is_forced or function.strict]
     if not (bound or is_single or answer):
         return None
@@ -252,7 +252,7 @@ def tool_grammar(
         is_bound = is_forced or function.strict
         schema = (function.parameters if is_bound else None) or {"type": "object"}
         rule = json_rule(schema, bool(function.strict))
-        # A rule and a line for each: its comment names the one that an error is about.
+        # One rule and line per function, with a comment that errors can name.
         bodies.append(f'body_{place}: {lark_text(head)} {rule} "}}" // tool {function.name}')
     opening, closing = (lark_text(tag) if tag else "" for tag in (syntax.opening, syntax.closing))
     space = lark_text("\n") if opening else ""
@@ -278,7 +278,7 @@ def tool_grammar(
             r"REST: /(.|\n)*/",
         ]
     else:
-        # What is read as a call has to be one.
+        # Text that would be parsed as a call must be a valid one.
         lead = rf"(/[ \t\r\n]|{re.escape(PYTHON_TAG)}/ | BEGIN END)"
         rules += [
             f"start: {'LEAD' if in_thought else 'LEAD?'} call {more} | TEXT",
