@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's experiments: which runs, their results as rows, and the tables and pages made of them."""
+"""The paper's experiments: their runs, the results as rows, and tables and pages made from the rows."""

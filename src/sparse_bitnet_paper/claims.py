@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's claims as numbers per seed, each positive where the claim is right."""
+"""The paper's claims as one number per seed, positive if the seed supports the claim."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ NOTHING = "-"
 
 
 def claims(results: Results) -> list[Claim]:
-    """Return the paper's claims on which there is a number, in its order, not yet judged."""
+    """Return the paper's claims that have a number here, in its order, not yet judged."""
     every = [
         *_robustness(results),
         *_sweep(results),
@@ -49,7 +49,7 @@ def _claim(
 
 
 def cost_estimate(losses: pd.DataFrame, residual: Residual | None = None) -> Estimate:
-    """Return by how many points sparsity costs full precision more, from the four models' losses.
+    """Return how many points more sparsity costs in full precision, from the four models' losses.
 
     Only seeds that have all four count. `residual` is by default that of these models.
     """
@@ -60,8 +60,8 @@ def cost_estimate(losses: pd.DataFrame, residual: Residual | None = None) -> Est
 
 
 def losses_at(rates: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return losses of runs at searched rates, without seed 0, which chose the rate and may be the lowest
-    by luck."""
+    """Return losses of runs at searched rates, without seed 0, which chose the rate and may be lowest by
+    luck."""
     return pd.DataFrame({format: rows.loss for format, rows in rates.items()}).drop(
         0, errors="ignore"
     )
@@ -111,10 +111,10 @@ def _sweep(results: Results) -> Iterator[Claim]:
 
 
 def collapse_densities(results: Results) -> pd.DataFrame:
-    """Return by seed the density N/M at which NormPPL passes 1.10, of `full` and of `ternary`.
+    """Return by seed the density N/M at which NormPPL exceeds 1.10, for `full` and for `ternary`.
 
-    Between patterns a straight line counts. A model that never passes it counts as passing at the
-    sparsest pattern. Only seeds with all patterns count, where one of the two formats passes the line.
+    Between patterns it is interpolated linearly. A model that never exceeds 1.10 counts as doing so at
+    the sparsest pattern. Only seeds with all patterns count, if one of the two formats exceeds it.
     """
     density = {pattern: NMPattern.parse(pattern).density for pattern in results.setting["patterns"]}
     patterns = sorted(density, key=lambda pattern: -density[pattern])
@@ -149,7 +149,7 @@ def _ablations(results: Results) -> Iterator[Claim]:
 
 
 def paper_design(design: str) -> tuple[str, float | None]:
-    """Return what the paper has for a training design against its baseline: in words, and 100 log."""
+    """Return the paper's result for a training design against its baseline: in words, and as 100 log."""
     base, theirs = paper()["designs"]["baseline"], paper()["designs"].get(design)
     if theirs is None:
         return "higher, no number", None
@@ -179,7 +179,7 @@ def _higher(losses: pd.DataFrame, name: str | int, base: str | int) -> Estimate:
 
 
 def _flips(results: Results) -> Iterator[Claim]:
-    """Yield what the paper says of flip rates (figure 4)."""
+    """Yield the paper's claims on flip rates (figure 4)."""
     base, frozen, ternary_mask, masked_scale = (
         flip_curves(results, format) for format in ABLATIONS.values()
     )
@@ -195,7 +195,8 @@ def _flips(results: Results) -> Iterator[Claim]:
 
 
 def flips_by_tenth(results: Results) -> dict[str, list[Estimate]]:
-    """Return by design how many octaves more its masks flip than the baseline's, by tenths of steps."""
+    """Return by design how many octaves more often its masks flip than the baseline's, by tenths of the
+    steps."""
     (_, base), *others = (
         (name, flip_curves(results, format)) for name, format in ABLATIONS.items()
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a set of results and of checkpoints' weights, as SVG text for a page.
+"""Figures of a set of results and of checkpoints' weights, as SVG text for a page.
 
-Colour says the weight format and line style the pattern, so nothing depends on telling hues apart. Text
-and axes take the colour of the page around them (`currentColor`), series the CSS variables `--full` and
-`--ternary`, so one figure serves a light and a dark page; standing alone, the defaults apply.
+Colour shows the weight format and line style the pattern, so nothing depends on distinguishing hues.
+Text and axes use the colour of the page around them (`currentColor`), series the CSS variables `--full`
+and `--ternary`, so one figure serves a light and a dark page; without a page, defaults apply.
 """
 
 import io
@@ -72,9 +72,9 @@ def canvas(
 
 
 def svg_text(figure: "Figure", name: str, title: str) -> str:
-    """Return a figure as SVG that takes its colours and its width from the page.
+    """Return a figure as SVG with the colours and the width of the page.
 
-    `name` is a prefix of all ids, unique in a page; `title` is read out in place of the drawing.
+    `name` is a prefix of all ids, unique in a page; `title` is the text for screen readers.
     """
     buffer = io.StringIO()
     unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -100,7 +100,7 @@ def prefix_ids(svg: str, prefix: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """Return an SVG as a file of its own, with a background, an ink and a width."""
+    """Return an SVG as a file of its own, with a background, a text colour and a width."""
     style = "color: #1d2327; background: #ffffff; font-family: sans-serif"
     head = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
     svg = re.sub(r'\s+xmlns(:xlink)?="[^"]*"', "", svg, count=2)
@@ -209,7 +209,7 @@ def _band(curves: pd.DataFrame, values: pd.Series, runs: set[str], skip: float) 
     """Return mean and range of the runs by step, without the first share `skip` of the steps."""
     known = values[curves.run.isin(runs) & (values > 0)]
     band = known.groupby(curves.step).agg(["mean", "min", "max", "count"])
-    # Steps that not every seed reached in the same stretch would make the band jump.
+    # Without this, the band would jump at steps that only some seeds have.
     band = band[band["count"] == len(runs)]
     return band[band.index >= skip * band.index.max()]
 
@@ -273,7 +273,7 @@ def weight_histograms(models: Sequence[tuple[str, str, pd.Series]]) -> str:
             _draw_density(axes, BIN_CENTRES, density, weight)
             axes.set_title(f"{text}\n{100 * counts.near_zero / counts.weights:.1f} % near zero")
             axes.set_xlim(-3.5, 3.5)
-        # After the last one: setting a limit ends the automatic choice of the shared axis.
+        # Set this last: a limit ends the automatic scaling of the shared axis.
         panels[0].set_ylim(bottom=0)
         figure.supxlabel("weight / mean |weight|", fontsize=9)
         figure.supylabel("density", fontsize=9)
@@ -303,7 +303,7 @@ def threshold_overlay(
                 axes.axvline(NEAR_ZERO, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
                 axes.set_title(f"{text}, {part} blocks" if len(models) > 1 else f"{part} blocks")
                 axes.set_xlim(0, 3)
-        # After the last one: setting a limit ends the automatic choice of the shared axis.
+        # Set this last: a limit ends the automatic scaling of the shared axis.
         panels[0, 0].set_ylim(bottom=0)
         panels[0, -1].legend()
         figure.supxlabel("|weight| / mean |weight|", fontsize=9.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's own numbers, with which ours are compared."""
+"""The paper's own numbers, for comparison with ours."""
 
 import tomllib
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ import pandas as pd
 
 @cache
 def paper() -> dict[str, Any]:
-    """Return what the paper says: the content of paper.toml."""
+    """Return the paper's numbers: the content of paper.toml."""
     text = files("sparse_bitnet_paper").joinpath("paper.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's four models on real text in a few minutes: its table 2, its curves, one page.
 
-Dense and sparse, full-precision and ternary, all from the same initial weights on the same batches.
+The models are dense and sparse, full-precision and ternary, all with the same initial weights and
+batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,11 +59,10 @@ class QuickstartResult(NamedTuple):
 def quickstart(config: QuickstartConfig, console: Console | None = None) -> QuickstartResult:
     """Prepare the text, train every model, compare them on held-out text, write the report.
 
-    What a stopped call has finished is not done again. Shows progress on `console` (nothing without
-    one).
+    Finished work of an interrupted call is not repeated. Shows progress on `console`, if given.
 
-    Raises `UserError` for bad input or a folder of another quickstart, `Interrupted` when stopped by
-    a signal while training.
+    Raises `UserError` for bad input or a folder of another quickstart, `Interrupted` when stopped by a
+    signal while training.
     """
     out = Path(config.out)
     outcome = reproduce(
@@ -105,7 +105,8 @@ def quickstart(config: QuickstartConfig, console: Console | None = None) -> Quic
 
 
 def cost_figure(results: Results) -> str:
-    """Draw what sparsity costs at the main size, beside the paper's own: groups of a bar a format."""
+    """Draw the cost of sparsity at the main size, beside the paper's own: groups with a bar per
+    format."""
     pattern = results.setting["pattern"]
     models = {"this run": tables.perplexities(tables.four_models(results, results.main))}
     models |= {f"paper, {size}": theirs for size, theirs in paper_perplexities(pattern).items()}
@@ -191,7 +192,7 @@ def _limits(lines: Sequence[Line], *seen: float) -> tuple[float, float]:
 
 
 def verdict(rows: Mapping[str, pd.DataFrame]) -> str:
-    """Return what the comparison says in one sentence, and how far to trust it in a second.
+    """Return a sentence with the result of the comparison, and one on how far to trust it.
 
     `rows`: see `tables.four_models`.
     """

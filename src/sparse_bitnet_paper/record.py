@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: it is trained, and reduced to a row, thinned curves and counts of its weights."""
+"""One run: trains it, and reduces it to a row, thinned curves and counts of its weights."""
 
 import dataclasses
 import math
@@ -34,9 +34,9 @@ OnStep = Callable[[str, dict[str, Any]], None]
 
 
 def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measured:
-    """Take one run from its config to what is kept of it, for the caller to add to the results in `out`.
+    """Train one run and return its results, for the caller to add to the results in `out`.
 
-    Raises what `train` raises.
+    Raises the exceptions of `train`.
     """
     path = Results(out).run(run.name)
     config = dataclasses.replace(run.config, data=str(data), out=str(path))
@@ -94,10 +94,11 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measu
 
 
 def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of metrics.jsonl in at most `CURVE_POINTS` stretches of steps, and all validations.
+    """Return rows of metrics.jsonl averaged over at most `CURVE_POINTS` stretches of steps, and all
+    validations.
 
-    A stretch has its last step, the mean loss and, of a sparse model, the mean flip rate and its
-    noise: the standard deviation around a slow trend, from the differences of consecutive steps.
+    A stretch has its last step, the mean loss and, for a sparse model, the mean flip rate and its noise:
+    the standard deviation around a slow trend, from the differences of consecutive steps.
     """
     steps = [row for row in rows if "loss" in row]
     width = max(1, math.ceil(len(steps) / CURVE_POINTS))
@@ -134,7 +135,7 @@ def weight_history(config: TrainConfig, final: pd.DataFrame, pattern: NMPattern)
     )
     history = {0: count_model(initial, pattern=pattern)}
     for checkpoint in list_checkpoints(Path(config.out)):
-        # One saved on an interruption lies between the regular ones.
+        # A checkpoint saved on an interruption lies between the regular ones.
         regular = checkpoint.step % config.checkpoint_every == 0
         if regular and checkpoint.step < config.steps:
             history[checkpoint.step] = count_checkpoint(checkpoint.path, pattern=pattern)
@@ -154,11 +155,11 @@ def _short(value: float, digits: int = 6) -> float:
 
 
 def trained_weights(shape: Shape, vocab_size: int | None) -> int:
-    """Return the weights of the blocks' linears and of the embedding."""
+    """Return the number of weights in the blocks' linears and the embedding."""
     return shape.block_weights + shape.hidden_size * (vocab_size or shape.vocab_size)
 
 
 def flops(model: str, tokens: float, vocab_size: int | None = None) -> float:
     """Return the operations of training: 6 per weight and token, the tied head included. Masks are
-    simulated, so all formats take the same."""
+    simulated, so all formats have the same number."""
     return 6.0 * tokens * trained_weights(PRESETS[model], vocab_size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages from jinja2 templates, and the pages of one or more sets of results.
 
-The first page has the answer: the paper's main claims. The rules of judging with all verdicts, each set
-and throughput have pages of their own. All are made from result files alone.
+The first page has the answer: the paper's main claims. Other pages have the rules of judging with all
+verdicts, each set of results, and throughput. All are made from result files alone.
 """
 
 import itertools
@@ -97,7 +97,7 @@ def markdown_report(
 
 
 def main_claims(model: str, judgements: Sequence[Claim]) -> list[Claim]:
-    """Return one claim for each of the paper's main ones: at `model` where it is judged there, and of its
+    """Return one claim for each of the paper's main claims: at `model` if it is judged there, and of its
     variants the one with the paper's largest number."""
     own = [claim for claim in judgements if claim.main]
     return [
@@ -125,7 +125,7 @@ def _check(sets: Sequence[Results]) -> None:
 
 
 def _is_of_the_paper(results: Results) -> bool:
-    """Return whether there is a dense full-precision model, without which no claim can be judged."""
+    """Return whether there is a dense full-precision model; no claim can be judged without it."""
     return len(results.by_seed(f"full-{DENSE_PATTERN}")) > 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains what a set of experiments still lacks, keeps what is worth keeping of it, and scores its models.
+"""Trains the missing runs of a set of experiments, keeps their results, and scores their models.
 
 Runs are trained in this process one after another, or several at once in processes of their own. Models
 of a few million weights keep one core busy and hardly two: two runs of one thread each take little more
@@ -49,7 +49,7 @@ _REPORT_SECONDS = 0.25
 
 
 class Outcome(NamedTuple):
-    """How a call of `reproduce` ended."""
+    """Result of a call of `reproduce`."""
 
     trained: int
     skipped: int
@@ -71,11 +71,11 @@ def reproduce(
 ) -> Outcome:
     """Train every run of some experiments that `out` does not hold yet.
 
-    `experiments` are names of `runs.EXPERIMENTS`, or "ideas"; `seeds`, `data` and `workers` replace those
-    of the scale. Its text is prepared in `out/data`. Progress goes to `console`.
+    `experiments` are names of `runs.EXPERIMENTS`, or "ideas"; `seeds`, `data` and `workers` override
+    those of the scale. Its text is prepared in `out/data`. Progress goes to `console`.
 
-    Raises `UserError` for a folder of another setting or one in use, and `Interrupted` after SIGINT,
-    when the runs under way have checkpoints: the same call continues them.
+    Returns the `Outcome`. Raises `UserError` for a folder of another setting or one in use, and
+    `Interrupted` after SIGINT, once all runs in progress have checkpoints: the same call resumes them.
     """
     results, runs = Results(out), plan(scale, experiments, seeds)
     if not runs:
@@ -149,7 +149,7 @@ def score(
 
 
 class _Queue:
-    """The runs of one call: an iterator over those to train, which shows progress."""
+    """The runs of one call: an iterator over the runs to train, which shows progress."""
 
     def __init__(self, results: Results, pending: list[Run], progress: Progress) -> None:
         self.results, self.pending, self.progress = results, pending, progress
@@ -181,7 +181,7 @@ class _Queue:
         self.whole(done, sum(self.work.values()))
 
     def end(self, run: Run, result: Measured | UserError) -> None:
-        """Keep what a run has left, and say how it ended."""
+        """Keep the results of a run, and report how it ended."""
         self.ended += 1
         self.done[run.name] = 1.0
         self.lines.pop(run.name).end()
@@ -191,7 +191,7 @@ class _Queue:
             self.progress.note(f"{head} failed: {result}", style="red")
             return
         self.results.add(result)
-        # With its row written a run needs no checkpoint; the model itself stays in final/.
+        # A run with a row needs no checkpoint; the model itself stays in final/.
         for name in ("checkpoints", "consolidated"):
             shutil.rmtree(self.results.run(run.name) / name, ignore_errors=True)
         row, _ = result
@@ -202,7 +202,7 @@ class _Queue:
 
 
 def default_workers(scale: Scale) -> int:
-    """Return the scale's own number, or how many runs the recipe's threads leave room for at once."""
+    """Return the scale's own number, or as many runs as fit the cores with the recipe's threads."""
     if scale.workers is not None:
         return scale.workers
     threads = scale.recipe.threads
@@ -213,9 +213,9 @@ def default_workers(scale: Scale) -> int:
 def _trained(
     runs: Iterable[Run], out: Path, data: Path, on_step: OnStep, workers: int
 ) -> Iterator[tuple[Run, Measured | UserError]]:
-    """Train `workers` runs at a time, in the order of `runs`, yielded as they end.
+    """Train `workers` runs at a time, in the order of `runs`; yield each as it ends.
 
-    The next run is taken when one before has been dealt with. On SIGINT every run under way saves a
+    The next run starts when the caller asks for the next result. On SIGINT every run in progress saves a
     checkpoint; then `Interrupted` is raised.
     """
     if workers == 1:
@@ -225,7 +225,7 @@ def _trained(
             except UserError as error:
                 yield run, error
         return
-    # Processes are forked from one that has imported what training takes, and nothing else.
+    # Workers are forked from a process that has imported the training code and nothing else.
     context = multiprocessing.get_context("forkserver")
     imported = ["torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2"]
     context.set_forkserver_preload(["sparse_bitnet_paper.record", *imported])
@@ -277,12 +277,13 @@ _worker_steps: Any = None
 
 
 def _begin_worker(steps: Any) -> None:
-    """Leave the terminal's process group, so that Ctrl-C comes once, from the first process."""
+    """Leave the terminal's process group, so that only the first process gets Ctrl-C and stops the
+    workers."""
     global _worker_steps
     _worker_steps = steps
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Half-sent progress must not keep a worker from ending.
+    # Unsent progress must not keep a worker alive.
     steps.cancel_join_thread()
 
 
@@ -292,7 +293,7 @@ def _in_worker(out: Path, data: Path, run: Run) -> Measured:
     def report(name: str, row: dict[str, Any]) -> None:
         nonlocal reported
         if parent is not None and not parent.is_alive():
-            os._exit(1)  # nobody is left to keep what this run measures
+            os._exit(1)  # the process that collects results has gone
         if time.monotonic() - reported > _REPORT_SECONDS or row["step"] == run.config.steps:
             reported = time.monotonic()
             _worker_steps.put((name, {key: row[key] for key in ("step", "loss")}))

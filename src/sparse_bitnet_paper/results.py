@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one set of results: its files, and its rows as one DataFrame.
 
-setting.json      what all runs share: scale, sizes, recipe, text, precision
-results.jsonl     one line a finished run; see `COLUMNS`
-details.jsonl.gz  one line a finished run: its thinned curves, and a dense one's weights over training
-downstream.jsonl  one line a model scored on tasks; see `reproduce.score`
-notes.md          what people make of the results
+setting.json      settings that all runs share: scale, sizes, recipe, text, precision
+results.jsonl     one line per finished run; see `COLUMNS`
+details.jsonl.gz  one line per finished run: its thinned curves, and a dense one's weights over training
+downstream.jsonl  one line per model scored on tasks; see `reproduce.score`
+notes.md          interpretation of the results, by hand
 data/, runs/      prepared text, and run folders with checkpoints; not for a repository
 """
 
@@ -71,7 +71,7 @@ _OF_ONE_RUN = ("data", "out", "model", "format", "seed", "data_seed", "steps", "
 
 
 class Results:
-    """One set: its files, and its rows as experiments ask for them."""
+    """One set of results: its files, and its rows as a DataFrame."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.data = path, path / "data"
@@ -111,7 +111,7 @@ class Results:
         return read_lines(self.path / DOWNSTREAM, ("run", "asked", "tasks", "questions"))
 
     def check(self, setting: dict[str, Any]) -> None:
-        """Raise `UserError` that names what of the folder's setting differs."""
+        """Raise `UserError` that names the differences if the folder has another setting."""
         if changed := setting_changes(self.setting, setting):
             raise UserError(
                 f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
@@ -133,7 +133,7 @@ class Results:
         return self.path / "runs" / name
 
     def add(self, measured: Measured) -> None:
-        """Keep a finished run. A kill leaves the set without its row, or with everything of it."""
+        """Keep a finished run. After a kill, the set has either nothing of the run or all of it."""
         row, self.details[row["name"]] = measured
         details = json_lines({"run": run} | each for run, each in self.details.items())
         write_atomic(self.path / DETAILS, gzip.compress(details.encode(), mtime=0))
@@ -144,7 +144,7 @@ class Results:
 
     @property
     def main(self) -> str:
-        """The model of the experiments that have one size."""
+        """The model of the experiments that use a single size."""
         return self.setting["main"]
 
     @property
@@ -192,17 +192,17 @@ class Results:
         return matching.set_index("seed").sort_index()
 
     def tried(self, formats: Sequence[str], model: str, recipe: str = "") -> pd.DataFrame:
-        """Return held-out losses of seed 0: a row a learning rate, a column a format."""
+        """Return held-out losses of seed 0: one row per learning rate, one column per format."""
         rows = self.rows
         rows = rows[(rows.model == model) & (rows.seed == 0) & (rows.recipe == recipe)]
         rows = rows[rows.sparse_percent.isin((0, 100)) & rows.variant.isin(formats)]
         return rows.pivot_table("loss", "learning_rate", "variant").reindex(columns=list(formats))
 
     def at_best_rates(self, model: str, *, shared: bool) -> dict[str, pd.DataFrame]:
-        """Return the runs of the four models at the rates that are best for seed 0.
+        """Return the runs of the four models at the learning rates that are best for seed 0.
 
-        `shared`: at one rate, of the lowest mean loss of the four; else each at its own. Empty before
-        there are two rates to choose from.
+        `shared`: all at the rate with the lowest mean loss of the four; else each at its own best. Empty
+        unless there are two rates to choose from.
         """
         losses = self.tried(self.four_formats, model)
         if shared:
@@ -216,12 +216,13 @@ class Results:
         }
 
     def losses(self, model: str, **choice: Any) -> pd.DataFrame:
-        """Return held-out losses of the four models: a row a seed, a column a format."""
+        """Return held-out losses of the four models: one row per seed, one column per format."""
         rows = {format: self.by_seed(format, model=model, **choice) for format in self.four_formats}
         return pd.DataFrame({format: own.loss for format, own in rows.items()})
 
     def relative(self, format: str, *, model: str | None = None) -> pd.Series:
-        """Return NormPPL by seed: perplexity over that of the own dense model (paper, 4.2)."""
+        """Return NormPPL by seed: perplexity relative to the dense model of the same weight format
+        (paper, 4.2)."""
         dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)
         return (self.by_seed(format, model=model).perplexity / dense.perplexity).dropna()
 
@@ -249,7 +250,7 @@ def read_rows(path: Path) -> pd.DataFrame:
 def read_lines(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file, compressed or not; none if it does not exist yet.
 
-    Raises `UserError` for what is no object, or lacks one of `keys`.
+    Raises `UserError` for a line that is not an object, or lacks one of `keys`.
     """
     if not path.exists():
         return []
@@ -292,11 +293,11 @@ def make_setting(scale: Scale, data: Mapping[str, Any]) -> dict[str, Any]:
         "device": device.type,
         "precision": str(precision).removeprefix("torch."),
     }
-    return json.loads(json.dumps(setting))  # as a file gives it back
+    return json.loads(json.dumps(setting))  # as read back from a file
 
 
 def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return in words what makes results of two settings incomparable."""
+    """Return the differences, in words, that make results of two settings incomparable."""
     # What is no object in nested JSON, by its path.
     old, new = (pd.json_normalize(dict(each)).iloc[0].to_dict() for each in (stored, wanted))
     return [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a claim holds: a mean over seeds with its interval, and Holm's correction over a page.
+"""Statistics of claims: a mean over seeds with its interval, and Holm's correction over a page.
 
-The page says in words how claims are judged (experiments.md.j2).
+The page explains how claims are judged (experiments.md.j2).
 """
 
 import dataclasses
@@ -23,16 +23,18 @@ EXCLUDED, OPEN = "excluded at the paper's size", "not decided"
 
 @dataclass(frozen=True)
 class Residual:
-    """Standard deviation of one model's measure around model and seed, and its degrees of freedom."""
+    """Standard deviation of a measure after removing a mean per model and a shift per seed, and its
+    degrees of freedom."""
 
     deviation: float
     freedom: float
 
 
 def residual_of(measured: pd.DataFrame) -> Residual | None:
-    """Return what a mean for each model and a shift for each seed leave of a measure.
+    """Return the residual of a measure after a mean for each model and a shift for each seed are
+    removed.
 
-    `measured` has a row a seed and a column a model; some may be missing. None where too few are there.
+    `measured` has a row per seed and a column per model; some may be missing. None if there are too few.
     """
     from statsmodels.api import OLS
 
@@ -41,14 +43,14 @@ def residual_of(measured: pd.DataFrame) -> Residual | None:
         return None
     design = pd.get_dummies(known.assign(seed=known.index)[["model", "seed"]].astype(str))
     with warnings.catch_warnings():
-        # Neither a mean nor a shift is unique, what they leave is.
+        # Means and shifts are not unique, but the residual is.
         warnings.simplefilter("ignore")
         fit = OLS(known.value.to_numpy(), design.to_numpy(dtype=float)).fit()
     return Residual(math.sqrt(fit.scale), fit.df_resid) if fit.df_resid >= 1 else None
 
 
 class Estimate:
-    """The mean of a measure over seeds, and how sure it is."""
+    """The mean of a measure over seeds, and its uncertainty."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Estimate:
         residual: Residual | None = None,
         weight: float = 1.0,
     ) -> None:
-        """Estimate from one number a seed.
+        """Estimate from one number per seed.
 
         Args:
             values: by seed.
@@ -102,9 +104,10 @@ class Estimate:
         return 2 * float(t.sf(away / self.error, self.freedom))
 
     def seeds_needed(self, effect: float, level: float = LEVEL) -> int:
-        """Return the seeds with which a test of this level sees an effect this large four times in five.
+        """Return the number of seeds with which a test of this level detects an effect this large with
+        power 0.8.
 
-        Without a known deviation, and without any, as many as decide anything.
+        With no spread, or an unknown one, return the fewest seeds that allow a verdict.
         """
         from statsmodels.stats.power import normal_sample_size_one_tail, ttest_power
 
@@ -135,10 +138,10 @@ class Claim:
 
     model: str
     paper: str
-    """The paper's own value of the measure, or what it says in words; "-" where it says nothing."""
+    """The paper's own value of the measure, or its statement in words; "-" without one."""
 
     estimate: Estimate
-    """Without values where runs are missing."""
+    """The estimate; without values if runs are missing."""
 
     expected: float | None = None
     """The paper's own value as a number."""
@@ -148,7 +151,7 @@ class Claim:
 
     unit: str = "points"
     main: str = ""
-    """Words of the first page for one of the paper's main claims."""
+    """Wording on the first page, for one of the paper's main claims."""
 
     verdict: str = OPEN
     """See `judged`."""

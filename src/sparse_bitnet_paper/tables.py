@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a set of results, and how a table is shown on a terminal and in Markdown."""
+"""Tables of a set of results, and their rendering on a terminal and in Markdown."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "piqa": 0.5, "boolq": 0.622, "copa": 0.5}
-"""acc of guessing; of BoolQ, of always giving its more frequent answer."""
+"""Accuracy of guessing; for BoolQ, of always giving its more frequent answer."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text, of which a second line is a spread."""
+    """Cells of text; a second line in a cell is the spread."""
 
     frame: pd.DataFrame
     """The index is the first column, its name that column's head."""
@@ -49,7 +49,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        # As `Text` no name in brackets is taken for a style.
+        # `Text` keeps rich from reading names in brackets as styles.
         style: Any = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
         rich = RichTable(title=Text(title, "bold"), **style)
         rich.add_column(self.frame.index.name, no_wrap=self.numeric)
@@ -73,7 +73,7 @@ def pipe_line(cells: Iterable[str]) -> str:
 def table(
     lines: Iterable[Mapping[str, str]], notes: Sequence[str] = (), *, numeric: bool = True
 ) -> Table:
-    """Return a table of lines, each of which names its cells."""
+    """Return a table from lines, each a mapping of column to cell."""
     first, *rest = (dict(line) for line in lines)
     label_of = next(iter(first))
     body = [first, *rest]
@@ -82,7 +82,7 @@ def table(
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """Return the mean of what is known, and on a second line the range of several seeds."""
+    """Return the mean of the known values and, for several seeds, their range on a second line."""
     known = pd.Series(values, dtype=float).dropna()
     if known.empty:
         return NOTHING
@@ -107,7 +107,8 @@ def dense_of(format: str) -> str:
 
 
 def perplexities(rows: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return perplexities of the seeds that all of some models have: a row a seed, a column a format."""
+    """Return perplexities of the seeds that all of these models have: one row per seed, one column per
+    format."""
     return pd.DataFrame({format: own.perplexity for format, own in rows.items()}).dropna()
 
 
@@ -119,7 +120,8 @@ def four_models(results: Results, model: str) -> dict[str, pd.DataFrame]:
 
 
 def perplexity_columns(perplexity: pd.DataFrame) -> pd.DataFrame:
-    """Return PPL, Δ and Δ % of the four models, from perplexities: a row a seed, a column a format."""
+    """Return PPL, Δ and Δ % of the four models, from perplexities: one row per seed, one column per
+    format."""
     lines = []
     for format, own in perplexity.items():
         base = dense_of(str(format))
@@ -136,7 +138,7 @@ def perplexity_columns(perplexity: pd.DataFrame) -> pd.DataFrame:
 
 
 def sparsity_costs(perplexity: pd.DataFrame) -> pd.DataFrame:
-    """Return by how many percent sparse models exceed their own dense ones, a column a sparse format."""
+    """Return by how many percent sparse models exceed their dense ones: one column per sparse format."""
     sparse = [format for format in perplexity if format != dense_of(format)]
     return pd.DataFrame({f: 100 * (perplexity[f] / perplexity[dense_of(f)] - 1) for f in sparse})
 
@@ -201,7 +203,7 @@ def other_text(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def recipes(results: Results) -> dict[str, tuple[dict[str, pd.DataFrame], Estimate]]:
-    """Return by recipe the runs of the four models, and what sparsity costs full precision more.
+    """Return by recipe the runs of the four models, and how much more sparsity costs full precision.
 
     "" stands for ours, which comes first. The residual is that of all models of as many steps.
     """
@@ -221,9 +223,10 @@ def recipes(results: Results) -> dict[str, tuple[dict[str, pd.DataFrame], Estima
 
 
 def beside_chance(results: Results) -> dict[str, Any]:
-    """Return which models are better than guessing, by one-sided binomial tests of every acc.
+    """Return which models are better than guessing, by one-sided binomial tests of every accuracy.
 
-    `guesses` by task, the number of `tests`, and `above`: what is better after Holm's correction.
+    `guesses`: accuracy of guessing by task; `tests`: their number; `above`: models that are better after
+    Holm's correction.
     """
     from scipy.stats import binomtest
 
@@ -245,9 +248,9 @@ def beside_chance(results: Results) -> dict[str, Any]:
 def throughput_table(path: Path) -> Table:
     """Return table 3: throughput of dense and sparse models on the CPU engine, beside the paper's.
 
-    `path` holds the rows that `sparse-bitnet bench --pattern 8:8 6:8 --out` wrote, the last of which
-    count; each pattern in the fastest of its formats, with float16 caches and without context. Raises
-    `UserError` where there is none.
+    `path` holds rows of `sparse-bitnet bench --pattern 8:8 6:8 --out`; the last ones count. Each pattern
+    is in its fastest format, with float16 caches and without context. Raises `UserError` if there are
+    none.
     """
     try:
         rows = pd.DataFrame(read_lines(path))

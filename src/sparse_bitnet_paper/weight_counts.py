@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts over the weights of layers: what is counted, and how layers are pooled. Free of torch.
+"""Counts over the weights of layers, and how layers are pooled. Free of torch.
 
 Everything is counted per layer on W / mean|W|, so that layers of different scales can be pooled, and
-adds up exactly. Layers are a DataFrame, a row a layer.
+adds up exactly. Layers are a DataFrame with one row per layer.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of the weights of models and checkpoints (paper, section 4.3), and a page of them.
 
-From safetensors files one layer is in memory at a time.
+Safetensors files are read one layer at a time.
 """
 
 import json
@@ -48,17 +48,18 @@ def count_weights(
 ) -> dict[str, Any]:
     """Return the counts of one layer's master weight.
 
-    In units of the layer's mean |W|, `near_zero` are weights below 0.5, `histogram` int64 [160] bins of
-    0.05 from -4 to 4, `thresholds` int64 [80] bins of each group's (n+1)-th largest |W|. `code_zeros` are
-    zeros among the ternary codes before the mask, of full precision as if rounded; `zeros` those of the
-    weight that the forward uses. `block` is None where the name holds no number.
+    In units of the layer's mean |W|: `near_zero` counts weights below 0.5, `histogram` is int64 [160],
+    bins of 0.05 from -4 to 4, `thresholds` int64 [80], bins of each group's (n+1)-th largest |W|.
+    `code_zeros` counts zeros among the ternary codes before the mask (of full-precision weights as if
+    rounded), `zeros` those of the weight that the forward uses. `block` is None if the name holds no
+    number.
 
     Args:
         name: full name of the layer.
         weight: float tensor [out_features, in_features].
         config: the format in which the layer is used; decides mask, codes and scale.
-        pattern: pattern whose group thresholds are counted; by default the format's own. The paper
-            shows those of 6:8 on densely trained weights.
+        pattern: pattern whose group thresholds are counted; by default the format's own. The paper shows
+            those of 6:8 on densely trained weights.
 
     Raises `UserError` when the pattern does not divide in_features.
     """
@@ -112,9 +113,9 @@ def count_checkpoint(
 ) -> pd.DataFrame:
     """Return the counts of every linear of the blocks of a safetensors checkpoint.
 
-    It may be one of ours or any other in Hugging Face form. Of another's floating-point weights every
-    matrix inside a numbered block counts, as full-precision weights; if it holds ternary codes alone,
-    these do.
+    The checkpoint may be ours or any other in Hugging Face format. In another tool's floating-point
+    checkpoint, every matrix inside a numbered block counts, as full-precision weights; if it holds
+    ternary codes only, these do.
 
     Raises `UserError` as `find_checkpoint`, and for a model without safetensors or countable weights.
     """
@@ -192,8 +193,8 @@ def read_checkpoint(
 
     Args:
         path_or_id: run folder, checkpoint, any transformers folder with safetensors, or a hub id.
-        pattern: whose group thresholds to count.
-        dense_layers: globs of layers not to count, as not pruned.
+        pattern: pattern whose group thresholds are counted.
+        dense_layers: globs of layers not to count, since they are not pruned.
 
     Raises `UserError` for anything else.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring the engine: random models of real shapes, the roofline of the machine, speeds, records."""
+"""Benchmarks of the engine: random models of real shapes, the roofline of the machine, speeds."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that hold what is measured: one JSON object a line in, one out.
+"""Child processes that hold the measured engines; requests and answers are JSON, one object per line.
 
     python -m sparse_bitnet.bench.child     # the CPU engine
 
-Each engine lives in a process of its own, so that its memory can be told from the others', its
-environment be its own, and its threads end up idle while another one is measured. A child works only
-while it is asked something. Tokens are random and the same for everyone; nothing is sampled, as in
+Each engine has a process of its own, so that its memory is measured alone, its
+environment is its own, and its threads are idle while another engine is measured. A child works only
+on request. Tokens are random and the same for every engine; nothing is sampled, as in
 llama.cpp's llama-bench.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from sparse_bitnet.engine.engine import Engine
 
 OURS = ("-m", "sparse_bitnet.bench.child")
-"""Python's arguments for a child with the CPU engine."""
+"""Python's arguments for a child process with the CPU engine."""
 
 
 class Child(subprocess.Popen[str]):
-    """The parent's side, a context manager."""
+    """The parent's side of a child process, a context manager."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        """Start this Python with `arguments` and with `environment` on top of the present one."""
+        """Start this Python with `arguments` and with `environment` added to the present one."""
         super().__init__(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -45,7 +45,7 @@ class Child(subprocess.Popen[str]):
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer. Raises `UserError` with what the child says went wrong, or that it has ended."""
+        """Return the answer. Raises `UserError` with the child's error, or if the child has ended."""
         assert self.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
@@ -59,19 +59,19 @@ class Child(subprocess.Popen[str]):
         return answer
 
     def __exit__(self, *error: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # of a question that a dead child has not read
+        with contextlib.suppress(BrokenPipeError):  # a dead child has not read the question
             super().__exit__(*error)
 
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """The child's side: answer every line of standard input with `handle` until it ends.
 
-    A `UserError` of `handle` is an answer; anything else ends the child with its traceback.
+    A `UserError` of `handle` is an answer; any other exception ends the child with its traceback.
     """
-    # What libraries print must not mix with the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.stdout = sys.stderr  # one buffer: what is printed last stands last
+    sys.stdout = sys.stderr  # one buffer keeps the order of output
     for line in sys.stdin:
         try:
             answer = handle(json.loads(line))
@@ -82,14 +82,14 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
-    """Memory of a process that is in RAM; None where the system does not tell."""
+    """Return the memory of a process that is in RAM; None if the system does not report it."""
     statm = Path(f"/proc/{process}/statm")
     pages = int(statm.read_text().split()[1]) if statm.exists() else None
     return None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], steps: int) -> int:
-    """Room in the cache for what is measured: a prompt, the kept contexts, a batch that decodes."""
+    """Return the cache size for the measurements: a prompt, the kept contexts, and a decoding batch."""
     from sparse_bitnet._cpu import PAGE_TOKENS
 
     # A fork takes one page of its own and more as it grows; each sequence ends within a page.
@@ -99,8 +99,8 @@ def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], s
 
 
 def read_bytes(engine: "Engine") -> dict[str, float]:
-    """Return the bytes that a decode step reads: weights and output head with scales, and keys and values
-    for each cached token. `block_weights` counts the weights of the blocks, zeros included."""
+    """Return the bytes that a decode step reads: weights and output head with scales, and keys and
+    values per cached token. `block_weights` is the number of weights in the blocks, zeros included."""
     sizes = engine.architecture
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
     scale_bytes = 4 if engine.kv_cache.startswith("int") else 0
@@ -119,11 +119,11 @@ class EngineMeter:
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self._contexts: dict[int, EngineSequence] = {}
-        # The first forward touches memory and wakes threads; that is loading, not speed.
+        # The first forward touches memory and wakes threads: part of loading, not of speed.
         self.prefill(min(2, engine.context_length))
 
     def prefill(self, tokens: int) -> float:
-        """Seconds for a prompt of this many tokens, with the logits of the last one."""
+        """Return the seconds for a prompt of this many tokens, with the logits of the last one."""
         prompt = self._tokens(tokens)
         sequence = self._engine.new_sequence()
         began = time.perf_counter()
@@ -133,7 +133,7 @@ class EngineMeter:
         return seconds
 
     def decode(self, context: int, batch: int, steps: int) -> float:
-        """Seconds a step, over `steps` steps of one token for each of `batch` sequences.
+        """Return the seconds per step, over `steps` steps of one token for each of `batch` sequences.
 
         Every sequence starts with the same `context` tokens and shares their memory with the others.
         """

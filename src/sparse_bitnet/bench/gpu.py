@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's Table 3 and a training step on an NVIDIA GPU: rows that resume, and one page.
+"""The paper's Table 3 and a training step on an NVIDIA GPU: rows that can be resumed, and one page.
 
-The models are transformers models with random weights. A ternary one has our int8 linears: dense ones, or
-6:8 and 2:4 through cuSPARSELt. Decoding uses transformers' static cache; blocks are compiled by
+The models are transformers models with random weights. A ternary one has our int8 linears: dense ones,
+or 6:8 and 2:4 through cuSPARSELt. Decoding uses transformers' static cache; blocks are compiled by
 `torch.compile`, and short calls run as CUDA graphs. All variants of a size are measured in turn.
 """
 
@@ -57,9 +57,9 @@ Gains = Callable[[str], Mapping[int, float]]
 
 
 class Int8Linear(nn.Module):
-    """Inference form of a ternary layer: int8 activations times int8 codes, dense or in 2:4 form.
+    """Inference form of a ternary layer: int8 activations times int8 codes, dense or in 2:4 layout.
 
-    Buffers: `weight` int8 [out_features, in_features], or what `compress_windows` returns;
+    Buffers: `weight` int8 [out_features, in_features], or the result of `compress_windows`;
     `weight_scale` float32 [1]; `bias` [out_features] or None.
     """
 
@@ -68,10 +68,11 @@ class Int8Linear(nn.Module):
     bias: Tensor | None
 
     def __init__(self, layer: SparseBitLinear, windows: NMPattern | None, name: str) -> None:
-        """
+        """Convert a layer.
+
         Args:
             layer: a ternary layer on the device to compute on.
-            windows: its pattern, for sparse tensor cores; None for the dense product.
+            windows: its pattern, to use sparse tensor cores; None for the dense product.
             name: for error messages.
         """
         super().__init__()
@@ -96,11 +97,12 @@ class Int8Linear(nn.Module):
 
 
 def build(options: GpuBenchOptions, variant: str, pattern: str, dtype: torch.dtype) -> Any:
-    """A transformers model of the preset's shape in one variant, with the same weights in every call.
+    """Return a transformers model of the preset's shape in one variant, with the same weights in every
+    call.
 
     Args:
         options: preset and device.
-        variant: "bf16" (left as it is), "int8", "sparse" (both for inference) or "fake" (for training).
+        variant: "bf16" (unchanged), "int8", "sparse" (both for inference) or "fake" (for training).
         pattern: n:m of the ternary weights.
         dtype: of the weights that are not ternary.
     """
@@ -117,7 +119,7 @@ def build(options: GpuBenchOptions, variant: str, pattern: str, dtype: torch.dty
 
 @torch.no_grad()
 def for_inference_(model: Any, variant: str) -> Any:
-    """Put `Int8Linear` in the place of ternary layers; on a GPU compile the blocks. Returns `model`."""
+    """Replace ternary layers by `Int8Linear`; on a GPU compile the blocks. Returns `model`."""
     for name, layer in list(sparse_layers(model).items()):
         windows = layer.config.pattern if variant == "sparse" else None
         parent, _, child = name.rpartition(".")
@@ -129,10 +131,11 @@ def for_inference_(model: Any, variant: str) -> Any:
 
 
 def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row]) -> Iterator[Row]:
-    """Rows of one phase and pattern, all variants of a size at a time; sizes in `done` are skipped.
+    """Yield rows of one phase and pattern, all variants of a size at a time; sizes in `done` are
+    skipped.
 
-    Variants for training are built, measured and dropped one after the other, so that one model and its
-    optimiser need to fit. Without `--batch`, training ends with the largest batch that fits for all.
+    Training variants are built, measured and freed one after another, so that only one model and its
+    optimiser must fit. Without `--batch`, training uses the largest batch that fits for all variants.
     """
     variants, known = VARIANTS[phase], {(row["size"], row["variant"]) for row in done}
     trains, device = phase == "train", torch.device(options.device)
@@ -143,7 +146,7 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
     }[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
     length = (options.tokens or (2048,))[0] if trains else 1
-    torch.compiler.reset()  # the blocks of all models share the limit of compilations
+    torch.compiler.reset()  # the blocks of all models share one limit of recompilations
     models: dict[str, Any] = {}
     if trains:
         make_deterministic(device)
@@ -160,7 +163,7 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
             {n: partial(make, m, size, options) for n, m in models.items()}, options
         )
         for name in variants:
-            seconds = taken.get(name)  # None: memory was too small
+            seconds = taken.get(name)  # None: out of memory
             median = statistics.median(seconds) if seconds else None
             yield {
                 "phase": phase,
@@ -234,7 +237,8 @@ def _training_step(
 
 
 def recorded(function: Call, device: torch.device) -> Call:
-    """The function as a CUDA graph, after two calls that compile and search kernels; elsewhere itself."""
+    """Return the function as a CUDA graph, after two calls that compile and search kernels; unchanged
+    without CUDA."""
     if device.type != "cuda":
         return function
     stream = torch.cuda.Stream()
@@ -250,7 +254,7 @@ def recorded(function: Call, device: torch.device) -> Call:
 
 
 def _fitting(make: Callable[[], Call]) -> Call | None:
-    """Return the function from `make` after one call of it; None if the GPU's memory is too small."""
+    """Return the function from `make` after one call of it; None if the GPU runs out of memory."""
     try:
         call = make()
         call()
@@ -267,8 +271,9 @@ def _fitting(make: Callable[[], Call]) -> Call | None:
 def interleaved(
     makers: Mapping[str, Callable[[], Call]], options: GpuBenchOptions
 ) -> dict[str, list[float]]:
-    """Seconds by round of each call that fits, in turn, so that a drifting clock meets all alike."""
-    gc.collect()  # earlier calls leave their memory
+    """Return the seconds of each call by round, for calls that fit. Calls alternate, so that clock drift
+    affects all alike."""
+    gc.collect()  # free the memory of earlier calls
     torch.cuda.empty_cache()
     calls = {name: call for name, make in makers.items() if (call := _fitting(make))}
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -284,10 +289,10 @@ def interleaved(
 
 
 def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains: Gains) -> bool:
-    """Append the missing rows of every phase and pattern to the folder's rows, each as soon as it is
-    measured, and write the page after each. Returns whether all have ended well; the next call resumes.
+    """Measure all missing rows of every phase and pattern, append each to the folder at once, and write
+    the page after each. Return whether all succeeded; the next call resumes.
 
-    Raises `UserError` where `folder` cannot be written.
+    Raises `UserError` if `folder` cannot be written.
     """
     make_folder(folder)
     given = {name: getattr(options, name) for name in ("model", "context", "rounds")}
@@ -311,7 +316,7 @@ def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of a folder; empty where there are none. A line cut off by a crash is skipped."""
+    """Return the rows of a folder, none without a file. A line cut off by a crash is skipped."""
     file, rows = folder / ROWS, []
     for line in file.read_text().splitlines() if file.is_file() else []:
         with suppress(ValueError):
@@ -320,7 +325,8 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def page(folder: Path, where: Mapping[str, Any], gains: Gains, failures: Mapping[str, str]) -> str:
-    """HTML: a table a phase and pattern, speeds with ratios and the paper's beside, and what failed."""
+    """Return HTML: a table per phase and pattern with speeds, their ratios, the paper's ratios, and
+    failures."""
     parts = [f"<h1>{html.escape(where['hardware'])}</h1><p>{where['date']}, {where['commit']}</p>"]
     if rows := read_rows(folder):
         for (phase, pattern), mine in pd.DataFrame(rows).groupby(["phase", "pattern"], sort=False):
@@ -330,7 +336,8 @@ def page(folder: Path, where: Mapping[str, Any], gains: Gains, failures: Mapping
 
 
 def _table(phase: str, rows: pd.DataFrame, gains: Mapping[int, float]) -> str:
-    """Tokens a second by size, the last variant over the baseline and over bf16, the paper's ratio."""
+    """Return tokens per second by size, the last variant's ratio to the baseline and to bf16, the
+    paper's ratio."""
     variants = list(VARIANTS[phase])
     rows = rows.drop_duplicates(["size", "variant"], keep="last")
     speeds = rows.pivot(index="size", columns="variant", values="tokens_per_second")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of `sparse-bitnet bench`: every engine in a child process, all measured in turn.
 
-Medians of the rounds are reported, and in every round the roofline of the machine is measured too
-(csrc/roofline.h). Decode reads every weight once a step, so memory bounds it; prefill multiplies every
-weight with every token, so the int8 multiply-adds of the instruction set bound it.
+Medians of the rounds are reported. Every round also measures the roofline of the machine
+(csrc/roofline.h). Decode reads every weight once per step, so memory bounds it; prefill multiplies every
+weight by every token, so the int8 multiply-adds of the instruction set bound it.
 """
 
 import itertools
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 READ_BYTES = 512 << 20
-"""More than any cache holds."""
+"""Bytes to read in the roofline's measurement: more than any cache holds."""
 
 _PREFETCH_BYTES = (0, 2048, 4096, 16384)
 """Distances of the software prefetch that are tried; 0 leaves it to the hardware."""
@@ -44,9 +44,10 @@ T = TypeVar("T")
 
 
 def turns(groups: Iterable[Sequence[T]], rounds: int) -> Iterator[tuple[int, T]]:
-    """(round, job) for every job of every round: groups in order, their jobs in another order each time.
+    """Yield (round, job) for every job of every round: groups in order, their jobs in another order each
+    round.
 
-    So a neighbour that takes the machine for a moment disturbs one value of each job, not one job's only.
+    A short disturbance by another process thus affects one value of each job, not all values of one job.
     """
     shuffle, orders = random.Random(0).shuffle, [list(group) for group in groups]
     for turn in range(rounds):
@@ -57,7 +58,7 @@ def turns(groups: Iterable[Sequence[T]], rounds: int) -> Iterator[tuple[int, T]]
 
 
 class RooflineMeter:
-    """Measures the roofline of one thread count, a visit at a time, between other measurements."""
+    """Measures the roofline of one thread count, a little at a time, between other measurements."""
 
     def __init__(self, threads: int, isas: Sequence[str], read_bytes: int = READ_BYTES) -> None:
         """`isas`: names of matmul.h."""
@@ -69,32 +70,33 @@ class RooflineMeter:
         self._int8 = dict.fromkeys(isas, 0.0)
 
     def visit(self) -> None:
-        """Measure everything once, in less than a tenth of a second; a neighbour can only lower it."""
+        """Measure everything once, in less than a tenth of a second; other processes can only lower the
+        result."""
         self._read = max(self._read, *map(self._meter.read_rate, _PREFETCH_BYTES))
         for isa, best in self._int8.items():
             self._int8[isa] = max(best, self._meter.int8_rate(isa, _LOOP_SECONDS))
 
     def result(self, isa: str) -> dict[str, Any]:
-        """The best of the visits so far; a multiply-add is two operations."""
+        """Return the best of the visits so far; a multiply-add counts as two operations."""
         speeds = {"read_bytes_per_second": self._read, "int8_ops_per_second": self._int8[isa]}
         return {"threads": self.threads, "isa": isa, **speeds}
 
 
 def processor_seconds() -> tuple[float, float, float] | None:
-    """Seconds of all processors since the start, the busy ones, and those of this process and its ended
-    children. None where there is no /proc/stat."""
+    """Return seconds of all processors since boot, the busy ones, and those of this process and its
+    ended children. None without /proc/stat."""
     try:
         line = Path("/proc/stat").read_text().split("\n")[0]
     except OSError:
         return None
     seconds = [int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in line.split()[1:9]]
-    idle = seconds[3] + seconds[4]  # the second waits for a disk
+    idle = seconds[3] + seconds[4]  # the second is waiting for a disk
     return sum(seconds), sum(seconds) - idle, sum(os.times()[:4])
 
 
 def others_share(before: tuple[float, float, float] | None) -> float | None:
-    """Share of all processor time that other processes used since `before`, which `processor_seconds`
-    returned before our children started; they have ended. None where it is unknown."""
+    """Return the share of all processor time that other processes have used since `before`, the result
+    of `processor_seconds` before our children started; they must have ended. None if unknown."""
     now = processor_seconds()
     if now is None or before is None:
         return None
@@ -105,7 +107,7 @@ def others_share(before: tuple[float, float, float] | None) -> float | None:
 
 @dataclass
 class _Job:
-    """A measurement of an engine in its process, and its answers by round."""
+    """A measurement of one engine in its child process, and its results by round."""
 
     child: Child
     loaded: dict[str, Any]
@@ -124,16 +126,16 @@ def run(
     child: tuple[str, ...] = OURS,
     read_bytes: int = READ_BYTES,
 ) -> list[Row]:
-    """Measure everything that `options` ask for.
+    """Measure everything that `options` request.
 
     Args:
         options: see `BenchOptions`.
-        report: called with what is being done and the share of the run that is done.
+        report: called with a description of the current work and the share of the run that is done.
         child: Python's arguments for the measured process.
-        read_bytes: memory that the roofline's measurement reads.
+        read_bytes: number of bytes that the roofline's measurement reads.
 
-    Raises `UserError` for a model that is neither a preset nor a packed folder, and for whatever the
-    engine refuses.
+    Returns one row per measurement. Raises `UserError` for a model that is neither a preset nor a packed
+    folder, and for errors of the engine.
     """
     report("preparing the model", 0.0)
     before, models = processor_seconds(), _models(options)
@@ -179,7 +181,7 @@ def run(
 
 
 def _models(options: BenchOptions) -> dict[str, Path]:
-    """Folders by pattern."""
+    """Return the folders by pattern."""
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
         packed = open_checkpoint(folder, "packed")
@@ -236,7 +238,7 @@ def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: f
 
 
 def table(rows: list[Row]) -> "Table":
-    """Tokens a second and shares of the roofline: a line a measurement of an engine."""
+    """Return tokens per second and shares of the roofline: one line per measurement."""
     from rich import box
     from rich.table import Table
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed folders of a preset's real shape with random weights: for measuring speed, not for reading.
+"""Packed folders of a preset's real shape with random weights, for measuring speed only.
 
 Nothing is trained and torch is not imported. The same call writes the same bytes. Zeros and groups are
 those of a model whose masters are Gaussian, as before training and, nearly, after: groups of codes are
@@ -73,7 +73,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def config_of_model(name: str) -> dict[str, Any]:
-    """The config.json of a published shape, or of a preset, as transformers writes it for
+    """Return the config.json of a published shape, or of a preset, as transformers writes it for
     `build_model.preset_config`. Raises `UserError` for another name."""
     if name in PUBLISHED:
         return dict(PUBLISHED[name])
@@ -91,7 +91,7 @@ class _RandomCodes:
     """Ternary matrices within a pattern, from Gaussian masters of `_WEIGHT_STD`."""
 
     def __init__(self, pattern: NMPattern, *, binary: bool) -> None:
-        """`binary`: no code is zero but those that the pattern drops."""
+        """`binary`: the only zero codes are those that the pattern drops."""
         self._rng = np.random.Generator(np.random.SFC64([0, 0]))
         # Eight codes are one word of the table wherever groups fill it; every preset's rows do.
         self._unit = 8 if pattern.is_dense or 8 % pattern.m == 0 else pattern.m
@@ -107,7 +107,7 @@ class _RandomCodes:
         self.weight_scale = float(mean) * _WEIGHT_STD
 
     def pieces(self, rows: int, in_features: int) -> Iterator[np.ndarray]:
-        """int8 [some rows, in_features] until all are there."""
+        """Yield int8 [some rows, in_features] until all rows are there."""
         step = max(1, _PIECE_WEIGHTS // in_features)
         for first in range(0, rows, step):
             count = min(step, rows - first)
@@ -128,8 +128,8 @@ def cached_random_model(
     packed_format: str = "i2",
     scale_group: int = 0,
 ) -> Path:
-    """The folder of a random model, written unless it is already in the cache, by default one of this
-    user's in the temporary folder.
+    """Return the folder of a random model, written unless it is already in the cache; the default cache
+    is this user's folder in the temporary folder.
 
     Raises `UserError` as `write_random_model` does.
     """
@@ -200,7 +200,7 @@ def write_random_model(
 def _tensors(
     shape: Architecture, metadata: PackedMetadata, scale_group: int
 ) -> Iterator[tuple[TensorSpec, Iterable[np.ndarray]]]:
-    """Every tensor with its content, whose pieces are made as they are written."""
+    """Yield every tensor with its content, whose pieces are made as they are written."""
     packed_format, pattern = metadata.packed_format, metadata.pattern
     source = _RandomCodes(pattern, binary=needs_exact(packed_format))
     pack = ROWS[packed_format][0]
@@ -221,7 +221,7 @@ def _tensors(
         for layer in range(shape.layers)
         for name, length in shape.vectors().values()
     } | {"model.norm.weight": shape.hidden}
-    # Biases, then norms, which are about one.
+    # Biases, then norms, whose weights are about one.
     for name, length in sorted(vectors.items(), key=lambda item: not item[0].endswith(".bias")):
         mean = 0.0 if name.endswith(".bias") else 1.0
         values = mean + 0.1 * rng.standard_normal(length, np.float32)

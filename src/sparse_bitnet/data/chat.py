@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens, of which only the assistant's are learnt.
+"""Conversations as tokens; training learns only the assistant's.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`, that the tokenizer's chat template
-turns into one text. Where the template marks what the assistant says with `{% generation %}`, that is
-learnt; of others, what comes after the prompt for an answer, up to the next message. A token of which
-only a part is the assistant's is not learnt. A stored token is uint32: its id, and above it whether it
-is learnt and whether it begins a conversation.
+turns into one text. If the template marks the assistant's words with `{% generation %}`, these are
+learnt. Otherwise the text between the prompt for an answer and the next message is. A token that is only
+partly the assistant's is not learnt. A stored token is uint32: its id, and above it two flags: whether
+it is learnt, and whether it begins a conversation.
 """
 
 import json
@@ -55,7 +55,7 @@ def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
             raise ValueError("column 'tools' is no list of objects")
         whole = {"messages": messages, "tools": tools} if tools else messages
         return json.dumps(whole, ensure_ascii=False)
-    except TypeError as error:  # a column of .parquet may hold dates and bytes
+    except TypeError as error:  # a .parquet column can hold dates and bytes
         raise SkippedRow(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
     except (ValueError, RecursionError) as error:
         raise SkippedRow(f"{where}: {error}") from error
@@ -97,7 +97,7 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates read it. Raises an exception of any type for anything else."""
+    """Return a message as templates read it. Raises any kind of exception for anything else."""
     message = {name: value for name, value in given.items() if value is not None}
     if "role" not in message:  # ShareGPT's
         role, value = message.pop("from"), message.pop("value", None)
@@ -141,8 +141,8 @@ def end_of_turn_tokens(
     """Return the ids of the tokens that a chat template puts right after an answer.
 
     `template` is the tokenizer's own by default. The token after the last answer comes first; the one
-    between an answer and the next message follows where it differs. Empty for a template that ends
-    answers with plain text, and for one that fails on a plain conversation.
+    between an answer and the next message follows if it differs. Empty for a template that ends answers
+    with plain text, or fails on a plain conversation.
     """
     answer = "the answer"
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] * 2
@@ -160,12 +160,12 @@ def end_of_turn_tokens(
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarray:
-    """Return a conversation, as `check_conversation` gives it, as stored tokens: uint32 [tokens].
+    """Return a conversation of `check_conversation` as stored tokens: uint32 [tokens].
 
-    A token is learnt where all of its text is the assistant's. Where a template writes an answer in
-    another way once others follow (without its thoughts), the conversation comes once for each of them.
+    A token is learnt if all of its text is the assistant's. If a template writes an answer differently
+    once others follow (without its thoughts), the conversation appears once for each answer.
 
-    Raises `UserError` for one that the template refuses, or of which it leaves nothing to learn.
+    Raises `UserError` for a conversation that the template refuses, or that leaves nothing to learn.
     """
     given = json.loads(conversation)
     given = given if isinstance(given, dict) else {"messages": given}
@@ -190,7 +190,7 @@ def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:
     starts = np.where(spaced, np.minimum(starts, before), starts)
     for start, end in spans:
         tokens[(starts >= start) & (starts < end) & (ends <= end)] |= LEARNT
-    tokens[:1] &= ~LEARNT  # nothing comes before it that it could follow from
+    tokens[:1] &= ~LEARNT  # the first token is not predicted from anything
     tokens[:1] |= BEGINS
     return tokens
 
@@ -198,7 +198,7 @@ def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:
 def _texts(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
 ) -> list[tuple[str, _Spans]]:
-    """Return texts, and where in each of them what is learnt stands."""
+    """Return texts, each with the spans that are learnt."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     functions = [call.get("function", call) for call in calls]
     written = [call_arguments(function.get("arguments")) for function in functions]
@@ -226,15 +226,15 @@ def render_calls(
     calls: Sequence[tuple[dict[str, Any] | None, str]],
     text_of: Callable[[_Rendered], str],
 ) -> _Rendered:
-    """Render a chat with the arguments of its calls as most templates want them, as objects; as JSON text
-    where a template fails on objects, or writes them as Python does.
+    """Render a chat with the arguments of its tool calls as objects, as most templates want them; as
+    JSON text if a template fails on objects, or writes them as Python does.
 
     Args:
         render: renders with arguments as objects (False) or as text (True).
         calls: the arguments, as `call_arguments` returns them.
         text_of: the text of a rendering.
 
-    Raises what rendering with objects raises if text fails, too.
+    Raises the exception of rendering with objects if text fails too.
     """
     objects = [(values, text) for values, text in calls if values is not None]
     refused = None
@@ -247,7 +247,7 @@ def render_calls(
     with suppress(Exception):
         if objects:
             other = render(True)
-            # A template that quotes text is one that writes objects: somebody else wrote like Python.
+            # A template that quotes text does write objects; Python's style came from elsewhere.
             if refused or all(text in text_of(other) for _, text in objects):
                 return other
     if refused:

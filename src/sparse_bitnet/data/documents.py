@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of a text, and on which side of the split each is.
+"""Documents of a text, and the split that each belongs to.
 
-A document's split follows from a hash of what it is, never from its position, so that a longer or shorter
-preparation of the same text puts every document on the same side.
+A document's split follows from a hash of its content, never from its position, so that a longer or
+shorter preparation of the same text puts every document on the same side.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Document(NamedTuple):
     progress: float | None
     """Fraction of the source read so far, None where its size is unknown."""
     skipped: str = ""
-    """Why there is no text: a row that is no document, or a file without any."""
+    """Reason why there is no text: a row that is not a document, or a file without any."""
 
 
 def uniform_hash(content: bytes) -> float:
@@ -48,14 +48,14 @@ def split_of(content: bytes, validation_fraction: float) -> str:
 def pieces_of_few(
     texts: Callable[[], Iterator[str]], fraction: float, *, whole: bool
 ) -> tuple[float, int] | None:
-    """Return the number below which the hash of a held-out piece lies, and its most characters.
+    """Return an upper limit for the hash of held-out pieces, and their maximum length in characters.
 
     Args:
         texts: yields the documents, again at each call.
-        fraction: of the text that is for validation.
-        whole: documents cannot be cut: each is a piece, and one that is longer is not held out.
+        fraction: share of the text for validation.
+        whole: documents cannot be cut: each is a piece, and longer ones are not held out.
 
-    Returns None where documents are so many that whole ones are held out.
+    Returns None if there are enough documents to hold out whole ones.
     """
     if not fraction:
         return None
@@ -73,7 +73,7 @@ def pieces_of_few(
     smallest, length, seen = 1.0, 0, 0
     for piece in texts() if whole else cut:
         place = uniform_hash(piece.encode()) if len(piece) <= size else 1.0
-        if place <= smallest:  # the same text may stand there again
+        if place <= smallest:  # the same text may occur again
             length = len(piece) + (length if place == smallest else 0)
             smallest = place
         seen += len(piece)
@@ -84,8 +84,7 @@ def pieces_of_few(
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """Yield pieces of at most `size` characters that end with a paragraph, a line or a word, or where
-    nothing else is left."""
+    """Yield pieces of at most `size` characters that end at a paragraph, a line or a word if possible."""
     start = 0
     while len(text) - start > size:
         end = start + size
@@ -99,6 +98,6 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def skipped_line(count: int, first: str) -> str:
-    """Say how many rows and files were skipped, and why the first was; "" for none."""
+    """Return a line that counts skipped rows and files and gives the first one's reason; "" for none."""
     rows = "rows or files" if count > 1 else "row or file"
     return f"{count:,} {rows} skipped, the first: {first}" if count else ""

@@ -2,7 +2,7 @@
 """Text of local files: `.jsonl` and `.json`, also compressed, `.csv`, `.parquet`, `.txt`, `.md`.
 
 A `.txt` or `.md` file is one document; the others hold one document per line or row. A row without a
-readable one is skipped, counted and named; a file that is not of its kind is refused.
+readable document is skipped, counted and named; a file of another format is refused.
 """
 
 import codecs
@@ -28,11 +28,11 @@ _ABOUT_DATA = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_
 
 
 class SkippedRow(UserError):
-    """A row that holds no document: it is counted, and the others are read."""
+    """Raised for a row without a document: it is counted, and reading continues."""
 
 
 class NoColumn(SkippedRow):
-    """A row without the column."""
+    """Raised for a row without the column."""
 
 
 class Row(NamedTuple):
@@ -69,7 +69,7 @@ def missing_column(column: str, columns: Collection[str]) -> str:
 
 
 def filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without the keys inside of its values that only other rows have."""
+    """Return a row of a table without the null keys inside its values that only other rows have."""
 
     def without_nulls(value: Any) -> Any:
         if isinstance(value, dict):
@@ -83,8 +83,8 @@ def filled(row: Mapping[str, Any]) -> dict[str, Any]:
 class FileSource:
     """Local files in the order given.
 
-    A document goes to validation by the hash of its text, so copies of it stay on one side. Where the
-    documents are too few for that, long ones are cut, and pieces are held out instead, at least one.
+    A document goes to validation by the hash of its text, so copies of it stay on one side. If there are
+    too few documents for that, long ones are cut, and pieces are held out instead, at least one.
     """
 
     name: str
@@ -191,7 +191,7 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and a hash of both ends: cheap at any size, the same wherever the file lies."""
+    """Return name, size and a hash of both ends: cheap at any size, and independent of the folder."""
     with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
         size = path.stat().st_size
         head = file.read(1 << 16)
@@ -218,10 +218,10 @@ def read_documents(path: Path, column: str, check: Check = check_text) -> Iterat
 
 
 def checked(rows: Iterable[Row], column: str, check: Check) -> Iterator[Document]:
-    """Yield the documents that `check` makes of rows, all of split `TRAIN`; empty ones are left out.
+    """Yield the documents that `check` makes of rows, all of split `TRAIN`, without empty ones.
 
-    A row for which it raises `SkippedRow`, and a line that is no JSON object, become a document that is
-    skipped. Raises `UserError` for a column that no row had before the first that lacks it.
+    A row for which it raises `SkippedRow`, and a line that is not a JSON object, become a skipped
+    document. Raises `UserError` for a column that no row had before the first row that lacks it.
     """
     has_column = False
     for content, where, progress in rows:
@@ -246,7 +246,7 @@ def _values(content: object, where: str) -> Mapping[str, Any]:
             content = json.loads(_decoded(content, where))
         except UserError as error:
             raise SkippedRow(str(error)) from error
-        except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
+        except (ValueError, RecursionError) as error:  # also for very long numbers and deep lists
             raise SkippedRow(f"{where}: not a JSON line: {error}") from error
     if not isinstance(content, dict):
         raise SkippedRow(f"{where}: expected a JSON object, with the text in one of its columns")
@@ -273,7 +273,8 @@ def _read_text(path: Path, column: str | None) -> Iterator[Row]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    """Open a file, and yield its decompressed bytes and what tells how many of the file were read."""
+    """Open a file; yield its decompressed bytes, and a function that returns how many bytes of the file
+    were read."""
     codec = {".zst": "zstd", ".gz": "gzip"}.get(path.suffix)
     if codec is None:
         with open(path, "rb") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out text as people name it, in the tokens of a checkpoint."""
+"""Held-out text by the name that a user gives, in the tokens of a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.progress import say
 
 TokenSequence = TokenDataset | np.ndarray
-"""Token ids, of which slices are arrays."""
+"""Token ids; slices are arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutText:
-    """A text as the tokens of one tokenizer."""
+    """A text in the tokens of one tokenizer."""
 
     name: str
     tokens: TokenSequence
@@ -32,14 +32,14 @@ class HeldOutText:
     """The tokens of conversations as they are stored (`data.chat`); None for other text."""
 
     def first(self, most: int) -> tuple[TokenSequence, int | None]:
-        """Return the tokens and the bytes of their text: all for 0, or this many scored ones and the one
-        before them, whose bytes are not known."""
+        """Return the tokens and the bytes of their text: all of them for 0; else `most` scored tokens
+        and the one before them, whose number of bytes is unknown."""
         if 0 < most < len(self.tokens):
             return self.tokens[: most + 1], None
         return self.tokens, self.text_bytes
 
     def check_vocab(self, model_vocab_size: int) -> None:
-        """Raise `UserError` where the tokenizer has more tokens than the model's embedding."""
+        """Raise `UserError` if the tokenizer has more tokens than the model's embedding."""
         if self.vocab_size > model_vocab_size:
             raise UserError(
                 f"{self.name}: its tokenizer's vocabulary has {self.vocab_size:,} tokens, the model's "
@@ -53,12 +53,12 @@ def read_held_out(
     """Return the validation split of a prepared folder, or files tokenised for the checkpoint.
 
     Args:
-        data: folder written by `sparse-bitnet prepare`, or a file or glob of a kind that it reads, all
-            of whose documents count.
-        checkpoint: a resolved one; its tokenizer must be the one the folder was prepared with, and
-            turns files into tokens.
-        column: of .jsonl, .json, .csv and .parquet files; default "text", of conversations "messages".
-        chat: the documents of a file are conversations.
+        data: folder written by `sparse-bitnet prepare`, or a file or glob of a kind that it reads, of
+            which every document counts.
+        checkpoint: a resolved checkpoint. Its tokenizer tokenises files, and must be the one that a
+            folder was prepared with.
+        column: of .jsonl, .json, .csv and .parquet files; default "text", for conversations "messages".
+        chat: read the documents of a file as conversations.
 
     Raises `UserError` for unreadable data and for another tokenizer.
     """

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of token windows: shuffled over the whole data set, and computed from the step alone.
 
-Prepared data is cut into the windows that a model sees. Text is one stream: windows lie `length` tokens
-apart, so that every token but the first, and those that are left at the end, is predicted once. Of
-conversations as many whole ones as fit share a window, in their order; one that is longer than a window
-continues in the next. Positions begin again with each, by which transformers' models keep attention
-inside of it.
+Prepared data is cut into windows, the sequences that a model sees. Text is one stream: windows lie
+`length` tokens apart, so that every token but the first, and a rest at the end, is predicted once. Of
+conversations, as many whole ones as fit share a window, in their order; a longer one continues in the
+next window. Positions restart with each conversation, which keeps the attention of transformers' models
+inside it.
 
 The samples of a run are one endless stream, epoch after epoch, each with its own permutation of all
-windows; global step t holds samples `t * batch_size` to `(t + 1) * batch_size - 1`, and rank r of w the
+windows. Global step t holds samples `t * batch_size` to `(t + 1) * batch_size - 1`, and rank r of w the
 r-th of w equal contiguous parts of them. So the global batch is the same at every number of ranks, and
-any step is reached at once: there is nothing to iterate and no state to save.
+any step is reached at once, without iterating or saved state.
 
 The permutation is a balanced Feistel network over the next power of four, keyed by seed and epoch; an
 image outside the data is mapped again until it falls inside ("cycle walking", Black and Rogaway 2002),
-which keeps it a bijection. Nothing of the size of the data is ever stored.
+which keeps it a bijection. It needs no memory that grows with the data.
 """
 
 import hashlib
@@ -40,10 +40,11 @@ _SMALLEST_HALF = 3
 
 
 class Windows:
-    """The windows of one data set, by number."""
+    """The windows of one data set, by index."""
 
     def __init__(self, dataset: TokenDataset, length: int) -> None:
-        """`length`: tokens that the model sees at once; the data has one more, at least."""
+        """`length`: number of tokens that the model sees at once; the data must have at least one
+        more."""
         self.dataset, self.length = dataset, length
         self._starts = self._learnt = None
         self.learnt_ids = np.empty(0, np.uint32)
@@ -55,7 +56,7 @@ class Windows:
             learnt = tokens & LEARNT != 0
             self.learnt_ids = np.unique(tokens[learnt] & IDS)
             counts = np.concatenate([[0], np.cumsum(learnt)])
-            # The first token of a window is not predicted; where text goes on, it was before.
+            # The first token of a window is not predicted; where text continues, the window before did.
             self._learnt = counts[self._ends()] - counts[self._starts + 1]
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class Windows:
         return len(self._starts)
 
     def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return `(input_ids, labels)` of some windows, int64 [windows, length] each; of conversations
+        """Return `(input_ids, labels)` of some windows, int64 [windows, length] each; for conversations
         also the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
         length = self.length
         if self._starts is None:
@@ -86,12 +87,13 @@ class Windows:
         return ids[:, :-1], labels[:, 1:], (places - begins)[:, :-1]
 
     def learnt(self, windows: np.ndarray) -> int:
-        """Return how many predictions of some windows of conversations count."""
+        """Return the number of predictions that count in some windows of conversations."""
         assert self._learnt is not None
         return int(self._learnt[windows].sum())
 
     def unlearnt(self) -> str:
-        """Count and name the windows of conversations of which no prediction counts; "" for none."""
+        """Return a line that counts and names the windows of conversations without a counted prediction;
+        "" for none."""
         empty = [] if self._learnt is None else np.flatnonzero(self._learnt == 0).tolist()
         if not empty:
             return ""
@@ -163,11 +165,11 @@ class TokenLoader:
         self.windows = len(self.cut)
 
     def batch(self, step: int) -> "tuple[torch.Tensor, ...]":
-        """Return `(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length]; of
+        """Return `(input_ids, labels)`, each int64 [batch_size / world_size, sequence_length]; for
         conversations also the positions.
 
-        `labels[i, t]` is the token after `input_ids[i, t]`: already shifted, unlike the labels that
-        transformers models take.
+        `labels[i, t]` is the token after `input_ids[i, t]`: already shifted, unlike the labels of
+        transformers models.
         """
         import torch
 
@@ -175,7 +177,7 @@ class TokenLoader:
         return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in arrays)
 
     def learnt(self, step: int) -> int:
-        """Return how many predictions of a step count, over all ranks together; 0 where no answer is."""
+        """Return the number of predictions that count in a step, over all ranks; 0 without an answer."""
         if not self.dataset.is_chat:
             return self.batch_size * self.sequence_length
         return self.cut.learnt(self._windows(step * self.batch_size, self.batch_size))
@@ -219,7 +221,7 @@ def permuted(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.n
 
 
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of [0, 4^half), uint64 [n]: each round is undone by repeating it."""
+    """Return a permutation of [0, 4^half), uint64 [n]: each round is undone by repeating it."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -228,7 +230,7 @@ def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014); arithmetic modulo 2^64."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood 2014); arithmetic modulo 2^64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

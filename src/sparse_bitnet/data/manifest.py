@@ -55,7 +55,7 @@ class SplitManifest:
 
     documents: Count
     tokens: Count
-    """Sum of the shards' tokens; counts the end token of each document."""
+    """Sum of the shards' tokens, including the end token of each document."""
     text_bytes: Count
     """UTF-8 bytes of the documents."""
     shards: tuple[Shard, ...]
@@ -143,14 +143,15 @@ class Manifest:
 
 
 def token_dtype(vocab_size: int, is_chat: bool = False) -> np.dtype:
-    """Return little-endian uint16 if it holds every token id, else uint32, as for the flags of a chat."""
+    """Return little-endian uint16 if it holds every token id, else uint32, also for the flags of a
+    chat."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4")
 
 
 def check_shards(
     folder: Path, shards: Sequence[Shard], dtype: np.dtype, *, checksums: bool = True
 ) -> None:
-    """Compare shards with the manifest: their sizes and, if asked, their checksums.
+    """Compare shards with the manifest: their sizes and, with `checksums`, their checksums.
 
     Raises `UserError` that names the first one that is missing, truncated or corrupt.
     """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near-duplicate documents share a side of the split, so that held-out text is not trained on.
+"""Near-duplicate documents go to the same side of the split, so that held-out text is not trained on.
 
-**Before tokenising** a text is cut where a rolling hash of its bytes says so, so that a passage is cut
-alike wherever it stands and whatever surrounds it. Documents of which some piece is nearly the same
-(MinHash over the 32-byte shingles of the piece) form a group, and a group lies on one side of the split.
+**Before tokenising,** a rolling hash of the bytes cuts each text into pieces, so that a passage is cut
+alike wherever it occurs. Documents with nearly the same piece (MinHash over its 32-byte shingles) form a
+group, and a group lies on one side of the split.
 
-**Afterwards** held-out and training tokens are compared window by window: how much of the held-out text
-stands in the training text is printed and stored.
+**Afterwards,** held-out and training tokens are compared window by window: the share of the held-out
+text that also occurs in the training text is printed and stored.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from sparse_bitnet.progress import OnProgress
 
 _SHINGLE = 32
 _PIECE_BITS = 12
-"""Pieces have 2 ** this bytes in the mean."""
+"""Log2 of the mean length of a piece in bytes."""
 
 _SHORTEST_PIECE = 512
 _BANDS, _ROWS = 16, 6
-"""MinHash bands and rows: pieces with 6 in 10 shingles in common share a band more often than not."""
+"""MinHash bands and rows: pieces that share 6 of 10 shingles share a band more often than not."""
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 
 WINDOW = 64
-"""Tokens of a held-out window that is looked for in the training text."""
+"""Length in tokens of the held-out windows that are searched in the training text."""
 
 _CHUNK_TOKENS = 1 << 20
 
@@ -41,18 +41,18 @@ _CHUNK_TOKENS = 1 << 20
 def regrouped(
     documents: Iterable[Document], *, keep_held_out: bool, on_bytes: Callable[[int], None]
 ) -> dict[int, str | None]:
-    """Return which documents must change sides, so that near-duplicates are on one.
+    """Return the documents that must change sides, so that near-duplicates are on one side.
 
-    A group goes where the hash of one of its documents sends it, which is chosen by another hash; one of
-    more than half of the text is for training. Where that would leave a side empty, none changes (the
-    measured overlap tells). Needs 3 % of the text's size in memory, or some 500 bytes a document.
+    A hash of one of its documents, chosen by another hash, decides where a group goes; a group with more
+    than half of the text is for training. If that would leave a side empty, no document changes (the
+    measured overlap shows it). Needs memory for 3 % of the text, or some 500 bytes per document.
 
     Args:
         documents: the whole text.
         keep_held_out: held-out documents stay, and training documents near them are left out.
-        on_bytes: is given the bytes read so far.
+        on_bytes: called with the bytes read so far.
 
-    Returns the side of each that changes, by its number; None: it is left out.
+    Returns the new side of each document that changes, by its number; None: it is left out.
     """
     held_out, order, keys, sizes = [], [], [], []
     size = 0
@@ -142,7 +142,7 @@ def measure_overlap(folder: Path, manifest: Manifest, show: OnProgress) -> Overl
     train, held_out = (TokenDataset(folder, split, manifest) for split in SPLITS)
     tokens = held_out[:].astype(np.uint64)
     ends = np.flatnonzero(tokens == held_out.eos_token_id)
-    # A window that goes on into the next document is none.
+    # A window must not continue into the next document.
     texts = [
         rolling_hashes(tokens[before + 1 : end], WINDOW)
         for before, end in itertools.pairwise([-1, *ends.tolist()])

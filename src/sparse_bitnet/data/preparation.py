@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenise a source into shards, once; an interrupted preparation resumes where it was.
+"""Tokenise a source into shards, once; an interrupted preparation resumes.
 
-`preparation.json` holds the settings and how far each split is written. It is replaced at every full
-shard, after that has reached the disk, so a process killed at any moment loses at most the shards that it
-was filling. Resuming reads the earlier documents again, without tokenising those in full shards, and
-writes byte for byte what a preparation without a stop writes.
+`preparation.json` holds the settings and how much of each split is written. It is replaced at every full
+shard, after that has reached the disk, so a process killed at any moment loses at most the shards that
+it was filling. Resuming reads the earlier documents again, without tokenising those in full shards, and
+writes byte for byte what an uninterrupted preparation writes.
 """
 
 import json
@@ -67,7 +67,7 @@ TOKENIZER_SAMPLE_BYTES = 32_000_000
 
 _BATCH_BYTES = 2_000_000
 
-# Two batches in the tokenizer's thread pool at once: one long document does not leave a core idle.
+# Two batches in the tokenizer's thread pool at once: a long document leaves no core idle.
 _BATCHES_IN_FLIGHT = 2
 
 Encoded = list[np.ndarray | str]
@@ -130,7 +130,7 @@ def prepare(
         _check_settings(out, manifest.settings, settings)
         for split in manifest.splits.values():
             check_shards(out, split.shards, np.dtype(manifest.dtype))
-        # There only if the process died between its last two steps.
+        # Exists only if the process died between its last two steps.
         (out / PREPARATION).unlink(missing_ok=True)
         return manifest
     busy = f"{out}: another process is preparing data there"
@@ -220,11 +220,12 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encoder(
     tokenizer: "PreTrainedTokenizerFast", dtype: np.dtype, chat: bool
 ) -> Callable[[list[Document]], Encoded]:
-    """Return what turns a batch of documents, with `chat` conversations, into tokens of type `dtype`."""
+    """Return a function that turns a batch of documents, with `chat` conversations, into tokens of type
+    `dtype`."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    # Text that spells a special token stays text; a chat template spells them to have them.
+    # Text that spells a special token stays text; chat templates write special tokens that way.
     backend.encode_special_tokens = not chat
 
     def conversation(text: str) -> np.ndarray | str:
@@ -255,7 +256,7 @@ def _tokenise(
     states: dict[str, dict[str, Any]],
     line: Line,
 ) -> Manifest:
-    """Write what is missing of the shards and, last, the manifest."""
+    """Write the missing shards and, last, the manifest."""
     tokenizer = load_tokenizer(out / TOKENIZER)
     vocab_size, is_chat = vocabulary_size(tokenizer), "chat" in settings
     dtype = token_dtype(vocab_size, is_chat)
@@ -292,7 +293,7 @@ def _tokenise(
     manifest = Manifest(
         version=1,
         settings=settings,
-        # Half a second for a large vocabulary, and not changed by saving.
+        # Takes half a second for a large vocabulary; saving does not change it.
         tokenizer_hash=settings["tokenizer"].get("hash") or tokenizer_hash(tokenizer),
         vocab_size=vocab_size,
         dtype=dtype.name,

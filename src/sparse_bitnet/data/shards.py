@@ -28,15 +28,15 @@ from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
 
 _VERIFIED_BYTES = 10_000_000_000
-"""Larger data would take minutes to read at every opening."""
+"""Data up to this size is compared with its checksums on opening; larger data would take minutes."""
 
 
 class ShardWriter:
     """Writes the documents of one split as shards of `shard_tokens` tokens each.
 
-    A shard is `NAME.partial` until it is full. `state` is as of the last full one: which `shards` there
-    are, how many documents of the split were `seen`, written or skipped, and how many tokens of the next
-    were `begun`. With it, another writer of the same folder continues.
+    A shard is `NAME.partial` until it is full. `state` describes the last full one: the `shards` so far,
+    the number of documents of the split that were `seen` (written or skipped), and the number of tokens
+    `begun` in the next shard. Another writer of the same folder continues from it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ShardWriter:
 
     def close(self) -> None:
         """Close the file of a shard that is not full."""
-        with suppress(OSError):  # of tokens that `append` has complained about
+        with suppress(OSError):  # `append` has already raised for these tokens
             if self._file is not None:
                 self._file.close()
 
@@ -132,9 +132,9 @@ class ShardWriter:
 class TokenDataset:
     """The tokens of one split of a folder of prepared data, as one long sequence.
 
-    `dataset[i:j]` is an array of token ids, uint16 or uint32 [j - i], read-only and without a copy
-    where it lies in one shard; `len(dataset)` counts tokens. Of conversations (`is_chat`)
-    `stored(slice(i, j))` has the flags too.
+    `dataset[i:j]` is an array of token ids, uint16 or uint32 [j - i], read-only, and without a copy if
+    it lies in one shard; `len(dataset)` counts tokens. For conversations (`is_chat`), `stored(slice(i,
+    j))` includes the flags.
     """
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
@@ -151,10 +151,10 @@ class TokenDataset:
     def open(
         cls, folder: str | os.PathLike[str], split: str = "train", *, verify: bool = True
     ) -> "TokenDataset":
-        """Open a split, "train" or "validation", of what `prepare` wrote, and check its shards.
+        """Open a split, "train" or "validation", written by `prepare`, and check its shards.
 
-        `verify`: compare checksums too, as `manifest` says; one process of a run does. Raises `UserError`
-        for data that is absent, unfinished, damaged, or without tokens in this split.
+        `verify`: compare checksums too, as `manifest` says; one process of a run does. Raises
+        `UserError` for data that is absent, unfinished, damaged, or without tokens in this split.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
@@ -167,7 +167,7 @@ class TokenDataset:
         return dataset
 
     def check_vocab(self, model_vocab_size: int) -> None:
-        """Raise `UserError` where the data holds token ids that the model's embedding does not."""
+        """Raise `UserError` if the data holds token ids that the model's embedding lacks."""
         if self.vocab_size > model_vocab_size:
             raise UserError(
                 f"{self.folder}: the tokenizer's vocabulary has {self.vocab_size:,} tokens, the model's "
@@ -175,16 +175,16 @@ class TokenDataset:
             )
 
     def check_tokenizer(self, folder: Path, name: str) -> bool:
-        """Return whether a model folder says with which tokenizer the model was trained.
+        """Return whether a model folder records the tokenizer that the model was trained with.
 
-        `name` is the model's, for messages. Raises `UserError` where that is another tokenizer than the
+        `name` is the model's, for messages. Raises `UserError` if that is another tokenizer than the
         data's, apart from the end token, which `prepare` can choose.
         """
         theirs: str | None = None
         if has_tokenizer(folder):
             theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
         elif folder.is_file():
-            # A GGUF file spells the same tokenizer otherwise.
+            # A GGUF file describes the same tokenizer differently.
             tokens = load_tokenizer(self.folder / TOKENIZER).get_vocab().items()
             own = load_tokenizer(folder, eos_token=self.eos_token_id).get_vocab().items()
             theirs = self.manifest.tokenizer_hash if tokens <= own else ""

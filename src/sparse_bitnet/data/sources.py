@@ -27,7 +27,7 @@ from sparse_bitnet.data.near_duplicates import regrouped
 from sparse_bitnet.errors import UserError, reason_of
 
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-# Tables of characters, one much like the other, and the language reference as one string.
+# Repetitive tables of characters, and the language reference as one string.
 _SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
 _GENERATED = ("/stringprep.py", "/html/entities.py")
 
@@ -44,7 +44,7 @@ class TextSource:
     """Source of the validation text; None: the part that `train` holds out."""
 
     limit_bytes: int | None = None
-    """The document of `train` that reaches this much text is its last one; it is not cut."""
+    """Stop `train` after the document that reaches this many bytes of text; it is not cut."""
 
     grouped: bool = False
     """Near-duplicates do not lie on both sides of the split (`near_duplicates`)."""
@@ -69,7 +69,7 @@ class TextSource:
     def documents(self) -> Iterator[Document]:
         """Yield the documents; every call yields the same ones.
 
-        Raises `UserError` for text that cannot be read, and where there is none.
+        Raises `UserError` for text that cannot be read, or without any document.
         """
         moved = self.regroup()
         for number, document in enumerate(self._documents()):
@@ -97,7 +97,7 @@ class TextSource:
             if size >= limit:
                 break
         if self.validation is not None:
-            # The sizes of the two are not comparable: only the long one has a remaining time.
+            # The two sizes are not comparable: only the larger source shows a remaining time.
             for document in self.validation.documents():
                 yield document._replace(split=VALIDATION, progress=None)
 
@@ -190,7 +190,7 @@ class PythonSource:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield a document a file."""
+        """Yield one document per file."""
         read, total = 0, sum(map(len, self._files))
         for text, relative in self._files.items():
             read += len(text)
@@ -199,7 +199,7 @@ class PythonSource:
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """Texts in their order, and the path of each below its root."""
+        """Return the texts in order, by path below the root."""
 
         def order(file: tuple[str, str]) -> tuple[bytes, bytes]:
             # Salted, so that the order says nothing about the split: unsalted, the smallest hashes
@@ -295,7 +295,7 @@ class HubSource:
         # data set and why.
         try:
             if not os.path.isdir(self.name):
-                # One request that answers at once where there is no network: load_dataset tries for long.
+                # One request fails at once without network, whereas load_dataset keeps trying.
                 huggingface_hub.dataset_info(self.name, timeout=10)
             stream = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
         except Exception as error:
@@ -320,4 +320,4 @@ class HubSource:
 
 
 Source = FileSource | PythonSource | HubSource
-"""Each has a name, describes its text, and yields documents, of which it holds some out."""
+"""A source has a name, describes its text, and yields documents, of which it holds some out."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a byte-level BPE of a given size; what identifies a tokenizer."""
+"""Train a byte-level BPE of a given size, and identify tokenizers by a hash."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ END_OF_TEXT = "<|endoftext|>"
 LARGEST_VOCABULARY = 1 << 24
 
 # Qwen2's pattern: transformers builds a Qwen2Tokenizer with this one and with NFC whatever
-# tokenizer.json says, so only a tokenizer that has both is the same through every door.
+# tokenizer.json says, so only a tokenizer that has both is the same however it is loaded.
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a trained model predicts text that it has not seen."""
+"""Evaluation of a trained model: held-out perplexity and lm-eval tasks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-eval over an engine: a model class of its own, with contexts computed once for all choices.
+"""An lm-eval model class over an engine, which computes each context once for all choices.
 
 The scores are those of lm-eval's Hugging Face model on the same weights: the same tokens, the same
 truncation, the same sums. Only the order of the work differs.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class EngineLM(TemplateLM):
-    """An engine as lm-eval asks of a model: `batch_size` contexts, or texts, are computed together."""
+    """An engine as an lm-eval model; `batch_size` sequences are computed together."""
 
     def __init__(self, model: OpenModel, *, batch_size: int = 8) -> None:
         super().__init__()
@@ -38,19 +38,20 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that ends a text."""
+        """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that a text without context follows."""
+        """The token before a text without context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return tokens with what the tokenizer adds by itself, unless told otherwise or it is there."""
+        """Return tokens, with the special tokens that the tokenizer adds unless told otherwise or
+        already present."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = not has_bos_prefix(string, prefix)
@@ -63,8 +64,8 @@ class EngineLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return for each request, of texts and the tokens of context and continuation, the natural
-        log-probability of its continuation, and whether that is greedy."""
+        """Return for each request the natural log-probability of its continuation, and whether it is
+        greedy. A request is texts, then the tokens of context and continuation."""
         # The rows of each text and the length of its context; equal ones are computed once.
         rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
@@ -79,7 +80,7 @@ class EngineLM(TemplateLM):
         choices = Counter(whole[:split] for whole, split in rows)
         most = self.batch_size * max(choices.values(), default=1)
         scheduler = Scheduler(self.model.engine, max_running=most)
-        # Side by side: what starts alike.
+        # Put prompts with a common prefix side by side.
         prompts = (
             GenerationRequest(prompt=whole, max_tokens=0, score_from=split, top_scores=1)
             for whole, split in sorted(rows)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero-shot tasks through lm-eval, in this process: its tasks, its scores, its result form.
+"""Zero-shot tasks through lm-eval, in this process: its tasks, its scores, its result format.
 
-lm-eval drives the model; here the model is loaded once, its masks and codes are selected once, and
-what keeps a task from being loaded is said in one line.
+lm-eval drives the model. Here the model is loaded once, its masks and codes are selected once, and
+lm-eval's errors become one line.
 """
 
 import json
@@ -46,14 +46,14 @@ def evaluate_tasks(
     Args:
         checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
         tasks, include_path: as in `load_tasks`.
-        fewshot: examples before each question.
-        limit: score only this many questions of each task, the first ones.
+        fewshot: number of examples before each question.
+        limit: score only this many questions of each task, from the first.
         batch_size: sequences per forward.
         precision, device: as in `TrainConfig`; not for an engine.
         engine: options of the CPU engine, to score a packed folder with it.
 
-    Returns lm-eval's result dictionary ("results", "configs", "versions", "n-shot", ...), JSON-able.
-    Raises `UserError` as `load_tasks`, and for what lm-eval refuses.
+    Returns lm-eval's result dictionary ("results", "configs", "versions", "n-shot", ...), ready for
+    JSON. Raises `UserError` as `load_tasks`, and for errors of lm-eval.
     """
     loaded, manager = load_tasks(tasks, include_path)
     from lm_eval import simple_evaluate
@@ -75,7 +75,7 @@ def evaluate_tasks(
         results = simple_evaluate(
             model=model,
             tasks=loaded,
-            # Left out, it would read all of lm-eval's task files again.
+            # Without this, lm-eval would read all of its task files again.
             task_manager=manager,
             num_fewshot=fewshot,
             limit=limit,
@@ -88,7 +88,7 @@ def evaluate_tasks(
         if not any("," in key for key in results["results"].get(task, ())):
             raise UserError(f"task {task}: lm-eval computes none of its metrics (metric_list)")
     results["config"]["model"] = str(checkpoint)
-    # As lm-eval itself writes it to a file.
+    # lm-eval writes its files the same way.
     return json.loads(json.dumps(results, default=handle_non_serializable))
 
 
@@ -116,7 +116,7 @@ def load_lm(
     stored, where = find_checkpoint(checkpoint), resolve_device(device)
     dtype = resolve_dtype(precision, where)
     model: Any = stored.load(dtype=torch.float32)
-    # It warns of options that an already loaded model ignores; none of them is set here.
+    # lm-eval warns of options that a loaded model ignores; none is set here.
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
     return HFLM(
         pretrained=model.to(where).eval(),
@@ -130,13 +130,14 @@ def load_lm(
 def load_tasks(
     tasks: Sequence[str], include_path: str | Path | None = None
 ) -> tuple[list[Any], "TaskManager"]:
-    """Find tasks, also joined by commas, and load their data; "paper" stands for the paper's five. What a
-    group holds is scored as part of it alone. Returns the tasks and groups, and lm-eval's index of them.
+    """Load tasks and their data; return tasks and groups, and lm-eval's index of them. Names may be
+    joined by commas; "paper" stands for the paper's five. A task in a group is scored only as part of
+    the group.
 
-    `include_path` is a folder of data sets of the paper's five tasks (see `task_data`), or of task files
-    (.yaml) of one's own, which win over lm-eval's of that name; both work offline.
+    `include_path` is a folder of data sets of the paper's five tasks (see `task_data`), or of your own
+    task files (.yaml), which replace lm-eval's of the same name; both work offline.
 
-    Raises `UserError` where lm-eval is not installed, for an unknown task, data that cannot be loaded or
+    Raises `UserError` if lm-eval is not installed, for an unknown task, data that cannot be loaded or
     has no answers, and a task that two groups hold.
     """
     try:
@@ -158,7 +159,7 @@ def load_tasks(
             write_task_files(names, Path(include_path), Path(made))
             paths: list[str | Path] = [made, str(include_path)]  # the user's own task files win
             manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False)
-            # Reading the thousands of files that come with lm-eval takes seconds: only where needed.
+            # Reading lm-eval's thousands of files takes seconds: only if needed.
             if not set(names) <= set(manager.all_tasks):
                 manager = lm_eval.tasks.TaskManager(include_path=paths)
         for name in names:
@@ -190,10 +191,10 @@ def load_tasks(
 
 @contextmanager
 def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
-    """An error inside that is lm-eval's becomes a `UserError`: `failure`, then the error itself.
+    """Turn an error of lm-eval inside into a `UserError`: `failure`, then the error itself.
 
-    Yields the list of what lm-eval only logs as an error, such as a metric that it does not know. Errors
-    of our own code and of the model's keep their traceback.
+    Yields the list of errors that lm-eval only logs, such as a metric that it does not know. Errors of
+    our own code and of the model keep their traceback.
     """
     messages: list[str] = []
     logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.ERROR)

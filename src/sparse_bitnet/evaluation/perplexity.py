@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_CONTEXT_LENGTH = 2048
-"""Used for checkpoints that do not say with which sequence length they were trained."""
+"""Context length for checkpoints that do not record their training sequence length."""
 
 _PAGE = 64
-"""Tokens by which the CPU engine's cache grows."""
+"""Page size of the CPU engine's cache, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +67,16 @@ class Window(NamedTuple):
     end: int
 
     def answers(self, chat: np.ndarray) -> np.ndarray:
-        """Return which of the predictions are an answer's, bool, in stored conversations."""
+        """Return which predictions belong to an answer, bool, in stored conversations."""
         return chat[self.start + 1 : self.end + 1] & LEARNT != 0
 
 
 def windows(tokens: int, context_length: int, chat: np.ndarray | None = None) -> Iterator[Window]:
-    """Cut a text of this many tokens; each prediction 0..tokens-2 is in exactly one window.
+    """Yield the windows of a text of this many tokens; each prediction 0..tokens-2 is in exactly one
+    window.
 
-    `chat`: the stored tokens, where the text is conversations. Each is cut alone, and windows without
-    an answer are left out.
+    `chat`: the stored tokens, if the text is conversations. Each conversation is cut separately, and
+    windows without an answer are dropped.
     """
     begins = [] if chat is None else (np.flatnonzero(chat[1:tokens] & BEGINS) + 1).tolist()
     for first, following in itertools.pairwise([0, *begins, tokens]):
@@ -101,13 +102,14 @@ def perplexity(
     Args:
         model: an engine, or a model in any mode on `device`; the mode is restored.
         tokens: the text, at least two tokens.
-        context_length: most input tokens per window.
-        batch_size: windows per forward; changes the time, and the result by rounding only.
+        context_length: maximum number of input tokens per window.
+        batch_size: windows per forward; changes the result by rounding only.
         device, dtype: of a model; float32, or bfloat16 for autocast to it.
         chat: the stored tokens of conversations, of which only the answers are scored.
         on_batch: called with the number of tokens scored so far.
 
-    Raises `UserError` when there is nothing to score, and for a context beyond the model's positions.
+    Returns the `Perplexity`. Raises `UserError` when there is nothing to score, and for a context beyond
+    the model's positions.
     """
     positions = _sizes(model)[0]
     if len(tokens) < 2:
@@ -125,7 +127,7 @@ def perplexity(
 
 
 def _sizes(model: "PreTrainedModel | InferenceEngine") -> tuple[int | None, int]:
-    """Return the positions of a model, where it has a limit, and the tokens that it knows."""
+    """Return the number of positions of a model, None without a limit, and its number of known tokens."""
     if isinstance(model, InferenceEngine):
         return model.context_length, model.vocab_size
     weight = model.get_input_embeddings().weight
@@ -198,18 +200,18 @@ def _engine_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Perplexity):
-    """A perplexity with what was evaluated, on what, and how."""
+    """A perplexity with the model, the data and the settings of its measurement."""
 
     context_length: int
     text_bytes: int | None
-    """UTF-8 bytes of the text, where the whole of it was scored."""
+    """UTF-8 bytes of the text, if all of it was scored, else None."""
 
     checkpoint: str
     """The folder or hub id that was loaded."""
 
     format: str
-    """Text form of the SparseBitConfig, of a packed model also how it is packed: "ternary-6:8, packed as
-    i2"; "unconverted" for a model without our layers."""
+    """Text form of the SparseBitConfig; for a packed model also its packed format: "ternary-6:8, packed
+    as i2"; "unconverted" for a model without our layers."""
 
     data: str
     precision: str
@@ -217,13 +219,14 @@ class Evaluation(Perplexity):
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers; None where the size of the text is unknown."""
+        """Bits per byte of text, comparable between tokenizers; None if the size of the text is
+        unknown."""
         if not self.text_bytes:
             return None
         return self.mean_nll * self.tokens / math.log(2) / self.text_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: every field and both derived values."""
+        """Return every field and both derived values, ready for JSON."""
         derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return derived | dataclasses.asdict(self)
 
@@ -242,15 +245,15 @@ def evaluate(
     chat: bool = False,
     on_batch: OnProgress | None = None,
 ) -> Evaluation:
-    """Held-out perplexity of a run, a checkpoint, or any transformers causal LM.
+    """Measure the held-out perplexity of a run, a checkpoint, or any transformers causal LM.
 
     Args:
         checkpoint: run folder, checkpoint folder, transformers folder or hub id.
-        data, column, chat: as in `read_held_out`. Of conversations the answers are scored.
-        context_length: default the sequence length of training, or 2048, or the model's positions.
-        max_tokens: score only this many tokens, the first ones; 0: all.
+        data, column, chat: as in `read_held_out`. In conversations, only answers are scored.
+        context_length: default: the sequence length of training, or 2048, or the model's positions.
+        max_tokens: score only this many tokens, from the first; 0: all.
         precision, device: as in `TrainConfig`; not for an engine.
-        engine: options of the CPU engine, to score a packed folder with it; its context and cache are set
+        engine: options of the CPU engine, to score a packed folder with it; context and cache are set
             here.
         on_batch: called with the tokens scored so far and the number of all.
 
@@ -303,7 +306,7 @@ def evaluate(
 
 
 def _format(model: Any, entry: dict[str, Any]) -> str:
-    """Return the format of an engine's folder, or of a model's first layer that has one of ours."""
+    """Return the format of an engine's folder, or of the first of our layers in a model."""
     if isinstance(model, InferenceEngine):
         return f"{SparseBitConfig.from_dict(entry['format'])}, packed as {entry['packed_format']}"
     for module in model.modules():

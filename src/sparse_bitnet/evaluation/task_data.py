@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's five tasks on data sets that lie in a folder: lm-eval's own tasks on local data.
+"""The paper's five tasks on data sets in a local folder: lm-eval's own tasks on local data.
 
-A data set lies as it was downloaded, `hf download Rowan/hellaswag --repo-type dataset --local-dir
+A data set is stored as downloaded by `hf download Rowan/hellaswag --repo-type dataset --local-dir
 FOLDER/hellaswag`, or is one file FOLDER/TASK*.jsonl.
 """
 
@@ -20,7 +20,7 @@ class _Task(NamedTuple):
     """The data set's name on the hub."""
     config: str = ""
     split: str = "validation"
-    """The split whose questions are asked."""
+    """Split with the questions."""
 
 
 _TASKS = {
@@ -35,9 +35,9 @@ PAPER_TASKS = tuple(_TASKS)
 
 
 def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
-    """Write a task file to `out` for every one of `names` of which there is data.
+    """Write a task file to `out` for each of `names` that has data.
 
-    Raises `UserError` where the data lacks the split that is asked.
+    Raises `UserError` if the data lacks the split with the questions.
     """
     import lm_eval.tasks
 
@@ -71,15 +71,15 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
             "test_split": None,
             f"{task.split}_split": task.split,
         }
-        # YAML holds JSON, but not the pairs of surrogates by which that escapes characters.
+        # YAML can contain JSON, but not JSON's escapes of characters as surrogate pairs.
         text = json.dumps(config, ensure_ascii=False)
         (out / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def check_answers(name: str, task: Any) -> None:
-    """Raise `UserError` where the data of a task, once loaded, lacks its questions or answers.
+    """Raise `UserError` if the loaded data of a task lacks questions or answers.
 
-    lm-eval takes the name of a column that is not there for the text, so that every choice is wrong.
+    lm-eval uses the name of a missing column as the text, so that every choice would be wrong.
     """
     columns = getattr(task.eval_docs, "column_names", None)
     for field in ("doc_to_text", "doc_to_target"):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained models in the formats that other people's tools read, and back: see `formats.export`."""
+"""Export of trained models to the formats of other tools, import from them, and packing."""

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export of a trained checkpoint to the files of another tool: one function for all formats.
 
-Everything that can be refused from names and shapes is refused before the first byte is written; the
-files appear under their name when all of them are complete.
+Models that a format does not support are refused, by names and shapes, before anything is written; the
+files appear under their names when all are complete.
 
-Formats that are a Hugging Face folder:
+Formats that are Hugging Face folders:
 
-bitnet is what transformers reads natively, for any architecture: four codes a byte (`pack_row_planes`).
+bitnet: transformers reads it natively, for any architecture; four codes per byte (`pack_row_planes`).
 The `bitlinear` class divides its output by `weight_scale`, which therefore holds the reciprocal of our
-scale; `autobitlinear` would multiply, but the bias too, which breaks q, k and v of Qwen2. In "offline"
+scale; `autobitlinear` multiplies, but the bias as well, which breaks q, k and v of Qwen2. In "offline"
 mode nothing is quantised again when loading.
 
-compressed-tensors is what vLLM reads, and transformers with the package of that name. W2A8
+compressed-tensors: vLLM reads it, and transformers with the package of that name. W2A8
 `pack-quantized`: `weight_packed` int32 (`pack_words`). W8A8 `int-quantized`: `weight` int8, four times
 larger but read by every vLLM since mid-2024. Both hold one scale per row, often the same for all, in
-float32 whatever the dtype of the rest: readers that compute in another one cast it. No
+float32 whatever the dtype of the rest, since readers cast it to their compute dtype. No
 `sparsity_config`: current readers refuse it.
 
-dense holds codes * scale, for tools that know no ternary format. Such a tool multiplies with
-unquantised activations, so its logits differ from ours by the rounding of activations that ours does.
-One that quantises the weights to ternary again gets the scale wrong, because the zeros enter its mean (a
+dense: holds codes * scale, for tools without a ternary format. Such a tool multiplies with
+unquantised activations, so its logits differ from ours by the rounding of our activations.
+A tool that quantises the weights to ternary again gets a wrong scale, since zeros enter its mean (a
 factor of 0.65 for a 6:8 Gaussian); hence the warning.
 """
 
@@ -70,7 +70,7 @@ class Export(NamedTuple):
     nbytes: int
     """Size of all files, in bytes."""
     warning: str | None
-    """Note that a user of this format must know, or None."""
+    """Note that users of this format must know, or None."""
     verification: Verification | None
     """Result of the verification; None if it was not requested."""
 
@@ -92,10 +92,10 @@ def export(
         on_progress: called with (bytes written, bytes in all) after every tensor.
         on_verified: called with (tokens compared, tokens in all) during the verification.
 
-    A verification out of bounds is returned, not raised; the files stay and their card records it.
+    A failed verification is returned, not raised; the files stay, and their model card records it.
 
-    Raises `UserError` for an unusable checkpoint, an `out` that exists, a model the format cannot hold,
-    or a full disk; nothing is then left behind.
+    Raises `UserError` for an unusable checkpoint, an `out` that exists, a model that the format does not
+    support, or a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
     if config.verify and (absent := absent_reader(config.format)):
@@ -157,7 +157,7 @@ def write(
 
 def _check_tensors(source: Checkpoint, *, holds_linear_norms: bool) -> None:
     """Raise `UserError` unless a packed model's tensors are those of its config.json: readers would drop
-    the others, or make up those that are missing."""
+    extra ones and invent missing ones."""
     if source.kind != "packed":
         return
     wanted = stored_tensors(source.model)
@@ -175,7 +175,8 @@ def _block(config: ExportConfig) -> BlockType | None:
 
 
 def check_folder_format(source: Checkpoint, format: str) -> None:
-    """Raise `UserError` for a model that a format cannot hold, or computes in another way."""
+    """Raise `UserError` for a model that a format does not support, or that its readers compute
+    differently."""
     if format == "dense":
         return
     is_bitnet = format == "bitnet"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF: what llama.cpp and everything built on it read. Ternary blocks, tokenizer and metadata.
+"""Export to GGUF, the format of llama.cpp and the tools built on it: ternary blocks, tokenizer,
+metadata.
 
-One file holds all: sparse layers in the requested type, or in another one that their rows fill
+One file holds everything: sparse layers in the requested type, or in another one that their rows fill
 (`gguf_blocks`), norms and biases in float32, embeddings in float16 by default. llama.cpp quantises
 activations per block instead of per token, so its logits are close to ours, never equal.
 """
@@ -51,7 +52,7 @@ class GgufTensor(NamedTuple):
 
 
 def check_reader(source: Checkpoint, block: BlockType) -> None:
-    """Raise `UserError` for a model whose file llama.cpp does not read."""
+    """Raise `UserError` for a model whose file llama.cpp cannot read."""
     row = _metadata(source)[0]
     if block is I2_S:
         raise UserError("--verify: llama.cpp does not read I2_S; verify --to gguf-tq2_0")
@@ -60,12 +61,14 @@ def check_reader(source: Checkpoint, block: BlockType) -> None:
 
 
 def _metadata(source: Checkpoint) -> tuple[GgufArchitecture, dict[str, object]]:
-    """Return the GGUF architecture and metadata of a model. Raises `UserError` if GGUF cannot hold it."""
+    """Return the GGUF architecture and metadata of a model. Raises `UserError` if GGUF does not support
+    it."""
     return metadata_of(source.config, f"{source.folder}/config.json")
 
 
 def scale_groups(source: Checkpoint) -> dict[str, int]:
-    """Return for each sparse layer how many weights of a row share a scale; 0 for one scale in all."""
+    """Return for each sparse layer how many weights of a row share a scale; 0 for one scale per
+    matrix."""
     groups = dict.fromkeys(source.layers, 0)
     for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
         file = source.file
@@ -76,8 +79,8 @@ def scale_groups(source: Checkpoint) -> dict[str, int]:
 
 
 def notes(source: Checkpoint, wanted: BlockType) -> str | None:
-    """Return notes for users of the file, or None: which types replace `wanted` in rows that do not fill
-    its blocks, and what llama.cpp does not do."""
+    """Return notes for users of the file, or None: types that replace `wanted` in rows that do not fill
+    its blocks, and features that llama.cpp lacks."""
     row, metadata = _metadata(source)
     blocks = [block_for(columns, wanted) for _, columns in source.layers.values()]
     counts = {block.name: blocks.count(block) for block in blocks if block is not wanted}
@@ -97,8 +100,8 @@ def notes(source: Checkpoint, wanted: BlockType) -> str | None:
 def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list[GgufTensor]:
     """Return every tensor of the file, under llama.cpp's names.
 
-    Raises `UserError` for what the file cannot hold or llama.cpp cannot run. The error names the layer or
-    the setting, and a format that works.
+    Raises `UserError` for a model that the file cannot hold or llama.cpp cannot run. The error names the
+    layer or the setting, and a format that works.
     """
     if source.format.weight != "ternary":
         raise UserError(
@@ -168,7 +171,8 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
 
 
 def _in_rotation_order(source: Checkpoint, name: str, values: np.ndarray) -> np.ndarray:
-    """Reorder rows for llama.cpp: its llama rotates neighbours of a head, transformers halves apart."""
+    """Reorder rows for llama.cpp's llama, which rotates neighbouring rows of a head; transformers
+    rotates rows half a head apart."""
     config = source.config
     projection = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2]
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
@@ -209,8 +213,8 @@ def write(
 ) -> None:
     """Write the file, holding one tensor in memory at a time.
 
-    The caller gives a temporary name. Raises `OSError` when the disk is full, `UserError` for what
-    `gguf_tensors` and `add_vocabulary` refuse, and for a scale that float16 cannot hold.
+    The caller gives a temporary name. Raises `OSError` when the disk is full, `UserError` as
+    `gguf_tensors` and `add_vocabulary`, and for a scale that float16 cannot hold.
     """
     tensors = gguf_tensors(source, block, embeddings)
     (row, metadata), file = _metadata(source), source.file

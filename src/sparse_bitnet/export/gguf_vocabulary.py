@@ -2,9 +2,9 @@
 """A tokenizer as GGUF metadata: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
 
 llama.cpp knows pre-tokenizers by name only, so a tokenizer that splits text in another way is refused
-instead of being written under a wrong name. llama.cpp normalises nothing: text that is not in Unicode
-form NFC already gives other ids there than a tokenizer with NFC gives. SentencePiece's merges are scores
-of tokens there, here the ranks of their first merges.
+instead of being written under a wrong name. llama.cpp does not normalise: text that is not in Unicode
+form NFC gets other ids there than from a tokenizer with NFC. GGUF stores SentencePiece's merges as
+scores of tokens; here the ranks of their first merges.
 """
 
 import json
@@ -31,12 +31,12 @@ _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     """Add the metadata of a model folder's tokenizer: vocabulary, merges, special tokens, chat template.
 
-    Tokens are spelled as in tokenizer.json, except spaces in added ones, and padded with unused ones to
+    Tokens are spelled as in tokenizer.json, except spaces in added ones. Unused tokens are added up to
     `vocab_size`, the rows of the embedding.
 
-    Raises `UserError` for a tokenizer that llama.cpp would read differently: none there, neither a
-    byte-level BPE nor SentencePiece's, an unknown pre-tokenizer, another normaliser than NFC, more tokens
-    than the model, more ends of a text than GGUF has names for.
+    Raises `UserError` for a tokenizer that llama.cpp would read differently: none at all, neither a
+    byte-level BPE nor SentencePiece's, an unknown pre-tokenizer, another normaliser than NFC, more
+    tokens than the model has, more end-of-text tokens than GGUF has names for.
     """
     path = folder / "tokenizer.json"
     content = read_json(path)
@@ -62,7 +62,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
         if index in own.all_special_ids or (name in added and added[name].get("special")):
             types[index] = TokenType.CONTROL
         if is_sentence_piece and types[index] == TokenType.USER_DEFINED:
-            tokens[index] = name.replace(_SPACE, " ")  # looked for in the text, and shown, as it is
+            tokens[index] = name.replace(_SPACE, " ")  # matched in the text, and shown, literally
         if is_sentence_piece and name in _BYTES:
             types[index] = TokenType.BYTE
         elif is_sentence_piece and name == model.get("unk_token"):
@@ -102,7 +102,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
 
 
 def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
-    """Return whether bos and eos are put around a text. Raises `UserError` for other tokens."""
+    """Return whether bos and eos are added around a text. Raises `UserError` for other tokens."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     encode = tokenizer.backend_tokenizer.encode
     with library_errors_as(f"{path} cannot encode a text"):
@@ -117,7 +117,7 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """Return the score of each token: the sooner it is merged, the higher."""
+    """Return the score of each token: the earlier it is merged, the higher."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
@@ -125,7 +125,8 @@ def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
 
 
 def _adds_space(content: dict[str, Any], path: Path) -> bool:
-    """Whether a space is put before a text. Raises `UserError` for what SentencePiece does not do."""
+    """Whether a space is added before a text. Raises `UserError` for anything that SentencePiece does
+    not do."""
     normalizer = content.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     pre_tokenizer = content.get("pre_tokenizer") or {}
@@ -139,7 +140,7 @@ def _adds_space(content: dict[str, Any], path: Path) -> bool:
             )
         steps = [*([] if scheme == "never" else [_PREPEND]), _TO_SPACE, *steps]
     elif pre_tokenizer.get("pattern") != _TO_SPACE["pattern"] and pre_tokenizer:
-        # Gemma's pre-tokenizer splits at spaces, of which its normaliser has left none.
+        # Gemma's pre-tokenizer splits at spaces, which its normaliser has replaced.
         steps = []
     if steps not in ([_TO_SPACE], [_PREPEND, _TO_SPACE]):
         raise UserError(

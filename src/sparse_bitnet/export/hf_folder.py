@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_new_folder(out: str | Path) -> Path:
-    """`out` as a path. Raises `UserError` when something is there: an export replaces nothing."""
+    """Return `out` as a path. Raises `UserError` if it exists: an export replaces nothing."""
     out = Path(out)
     if out.suffix == ".gguf":
         raise UserError(f"{out}: give a folder; one of such a name would be taken for a GGUF file")
@@ -48,7 +48,7 @@ Tensors = list[tuple[TensorSpec, Iterable[Any]]]
 def converted(
     name: str, dtype: "torch.dtype", shape: tuple[int, ...], read: Callable[[], Any]
 ) -> Tensors:
-    """Return one tensor: what `read` returns, a tensor or an array, cast to `dtype`. Iterating raises
+    """Return one tensor: the result of `read`, a tensor or an array, cast to `dtype`. Iterating raises
     `UserError` for values that the type cannot hold."""
 
     def pieces() -> "Iterator[Tensor]":
@@ -79,15 +79,16 @@ def write_safetensors(path: Path, tensors: Tensors, on_progress: OnProgress | No
 def plain_config(
     config: dict[str, Any], dtype: Union["torch.dtype", str] = "float32"
 ) -> dict[str, Any]:
-    """A config.json without quantization, that of an export as before it, that says `dtype`, under the
-    one of its two names that readers look at first."""
+    """Return a config.json without quantization, as if the model had never been exported. It states
+    `dtype` under the one of its two names that readers look at first."""
     dropped = ("torch_dtype", "quantization_config", EXPORTED_FORMAT, *WITHOUT_IMPORT)
     others = {key: value for key, value in config.items() if key not in dropped}
     return others | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def older_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `rope_parameters` under the names of transformers 4, which ignores that table."""
+    """Return the fields of `rope_parameters` under the names of transformers 4, which ignores that
+    table."""
     tables = config.get("rope_parameters")
     if not isinstance(tables, dict):
         return {}
@@ -104,7 +105,7 @@ def older_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files, under the class name that every release of transformers knows."""
+    """Copy the tokenizer files, under a class name that every release of transformers knows."""
     copy_files(source, folder, TOKENIZER_FILES)
     if (source / "tokenizer_config.json").is_file():
         config = read_json(source / "tokenizer_config.json")
@@ -129,7 +130,8 @@ def write_generation_config(source: Path, folder: Path) -> None:
 
 
 def stored_ends(folder: Path) -> Any:
-    """`eos_token_id` of generation_config.json, else of config.json: a token, a list of them, or None."""
+    """Return `eos_token_id` of generation_config.json, else of config.json: a token, a list of them, or
+    None."""
     for name in ("generation_config.json", CONFIG_FILE):
         if (ends := read_json_if_there(folder / name).get("eos_token_id")) is not None:
             return ends

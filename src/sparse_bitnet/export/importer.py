@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import of other tools' ternary checkpoints, codes and scales unchanged.
+"""Import of other tools' ternary checkpoints, with codes and scales unchanged.
 
 A GGUF file is packed without torch. Our own checkpoints hold masters, from which codes and scale follow.
 If only codes are known, masters are made that give exactly these codes and this scale: with z the share
@@ -65,18 +65,18 @@ def import_checkpoint(
     embeddings: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> Imported:
-    """Write a foreign checkpoint as a folder of ours, with float32 masters or packed.
+    """Write another tool's checkpoint as a folder of ours, with float32 masters or packed.
 
     Args:
-        folder: what another tool, or `export`, wrote.
+        folder: a folder or file that another tool, or `export`, wrote.
         out: a new folder.
         pattern: pattern of the codes. Default: that of an export of ours, else dense.
-        packed, embeddings: a packed format or "auto", and `embeddings` as of `pack_checkpoint`, to write
-            the packed form, a tensor at a time; None for masters.
+        packed, embeddings: packed format or "auto", and `embeddings` as in `pack_checkpoint`: write the
+            packed form, one tensor at a time. None: write masters.
         on_progress: called with (bytes written, bytes in all) after every tensor.
 
-    Raises `UserError` for what `open_checkpoint` cannot read, codes outside the pattern, an `out` that
-    exists, and a full disk; nothing is then left behind.
+    Raises `UserError` for a checkpoint that `open_checkpoint` cannot read, codes outside the pattern, an
+    `out` that exists, and a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
     foreign = open_checkpoint(folder, "foreign")
@@ -92,7 +92,7 @@ def import_checkpoint(
 
 
 class _Foreign(Checkpoint):
-    """A foreign checkpoint in a format of ours; other tensors are float32, in the model's order."""
+    """Another tool's checkpoint in a format of ours; other tensors are float32, in the model's order."""
 
     def __init__(self, foreign: Checkpoint, format: SparseBitConfig) -> None:
         super().__init__(foreign)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README.md of an export: what the model is, how it was trained, how to load it in each tool."""
+"""Model card (README.md) of an export: what the model is, how it was trained, how to load it in each
+tool."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ Row = tuple[str, str]
 def model_card(
     source: Checkpoint, format: str, embeddings: str | None, *, checked: Sequence[Row] = ()
 ) -> str:
-    """Return the card of a trained model's export as Markdown with a YAML head; `checked` are the rows of
-    its verification, if there was one."""
+    """Return the model card of an export as Markdown with a YAML head. `checked`: the rows of its
+    verification, if there was one."""
     template = Path(__file__).with_name("model_card.md.j2").read_text("utf-8")
     card = jinja2.Template(
         template,
@@ -50,7 +51,7 @@ def model_card(
     except (jinja2.UndefinedError, AttributeError, KeyError, TypeError, ValueError):
         return card.render(
             values, config={}, result={}, manifest={}
-        )  # what lies there was not written by a run
+        )  # the data there was not written for a run
 
 
 class TrainingRecord(NamedTuple):
@@ -65,7 +66,7 @@ class TrainingRecord(NamedTuple):
 
 
 def read_record(folder: Path) -> TrainingRecord:
-    """The record of the run that `folder` (its `final`, or a checkpoint) belongs to."""
+    """Return the record of the run that `folder` (its `final`, or a checkpoint) belongs to."""
     config = _optional(folder / "train_config.json")
     result: dict[str, Any] = {}
     if not config and folder.name == "final":
@@ -73,7 +74,7 @@ def read_record(folder: Path) -> TrainingRecord:
         result = _optional(folder.parent / "result.json") if config else {}
     name, places = config.get("data"), []
     if isinstance(name, str) and 0 < len(name) < 1000:
-        # The path may be relative to where `train` ran, which is a folder above the run.
+        # The path may be relative to the folder where `train` ran, which is above the run.
         places = [Path(name), *(above / name for above in folder.resolve().parents)]
     data = next((place for place in places if (place / "manifest.json").is_file()), None)
     return TrainingRecord(config, result, data)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing a trained checkpoint: a folder that is complete, exact, and small (docs/formats.md).
 
-model.safetensors holds <layer>.weight_packed, uint8 [rows, row_bytes], and <layer>.weight_scale, float32
-[1] or several as of models of others; embedding and head as bfloat16, float32, int8 with <name>_scale
+model.safetensors holds <layer>.weight_packed, uint8 [rows, row_bytes]; <layer>.weight_scale, float32
+[1], or several in other tools' models; embedding and head as bfloat16, float32, int8 with <name>_scale
 [rows, 1], or i2 with scales [rows, groups]; biases, norms and dense linears as they were.
 
 Importing this module does not import torch: arrays are packed without it.
@@ -65,7 +65,7 @@ class PackedSize(NamedTuple):
     embedding_bytes: int
     """Embedding and output head."""
     file_bytes: int
-    """model.safetensors; one that is not written is without its header of about 0.1 MB."""
+    """Size of model.safetensors; if it was not written, without its header of about 0.1 MB."""
 
 
 def pack_checkpoint(
@@ -115,7 +115,7 @@ def pack_checkpoint(
 
 
 def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
-    """Return sizes of a checkpoint in every format that can hold it, the default one first.
+    """Return the sizes of a checkpoint in every format that supports it, the default one first.
 
     Arguments and errors are those of `pack_checkpoint`.
     """
@@ -148,7 +148,8 @@ def _nbytes(tensors: Tensors) -> int:
 def _described(
     checkpoint: Checkpoint, format: str, embeddings: str
 ) -> tuple[PackedMetadata, Tensors]:
-    """Resolve "auto" for a checkpoint; return its metadata, and embedding and head as they are stored.
+    """Resolve "auto" for a checkpoint; return its metadata, and embedding and head as they will be
+    stored.
 
     Raises `UserError` if ternary embeddings are requested and none is ternary.
     """
@@ -237,7 +238,8 @@ def _as_stored(checkpoint: Checkpoint) -> Tensors:
 
 
 def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield int8 codes, a row quantised as `quantize_int8` does a token; append to `scales` theirs."""
+    """Yield int8 codes, each row quantised as `quantize_int8` does a token; append the scales to
+    `scales`."""
     for piece in pieces:
         values = _floats(piece)
         largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))
@@ -260,7 +262,7 @@ def _rounded(piece: Any) -> np.ndarray:
 
 def _order_vocabulary(path: Path) -> None:
     """Sort the words of a byte-pair tokenizer and write each merge as one string: `tokenizers`, which
-    makes a tree of the words, opens Qwen2.5's a fifth faster. Other tokenizers stay unchanged."""
+    builds a tree of the words, then opens Qwen2.5's a fifth faster. Other tokenizers stay unchanged."""
     content = read_json_if_there(path)
     match content.get("model"):
         case {"type": "BPE", "vocab": dict(vocab), "merges": list(merges)}:

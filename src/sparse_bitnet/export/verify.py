@@ -2,15 +2,16 @@
 """Verification of an export: load it back and compare it with the trained model.
 
 An export is loaded with its real reader: transformers with whatever package the format needs, or
-llama.cpp through llama-cpp-python. Compared are the token ids of a text with everything awkward in it,
-the log-probability of every next token of a held-out text, and the perplexity of that text. What a format
-rounds (embeddings, scales) and how its reader quantises activations make up the difference: each
-activation that falls on the other side of a rounding boundary moves all later ones a little. So single
-tokens are shown, and the mean over tokens is bounded. Rounding moves logits alike on every text, but
-log p of a token that the model is sure of hardly follows; the bound is therefore one of logits, times how
-much this text's log p follow them.
+llama.cpp through llama-cpp-python. The verification compares token ids of a text full of awkward
+characters, the log-probability of every next token of a held-out text, and the perplexity of that text.
 
-A packed folder has nothing to round but its embeddings: its logits are compared bit for bit.
+A format rounds embeddings and scales, and its reader quantises activations in its own way. An activation
+on the other side of a rounding boundary moves all later ones a little, so single tokens are shown, but
+the mean over tokens is bounded. Rounding moves logits alike on every text, but log p of a token that the
+model is sure of hardly follows. So the bound is one of logits, times how much this text's log p follow
+them.
+
+A packed folder rounds nothing but its embeddings: its logits are compared bit for bit.
 """
 
 import contextlib
@@ -81,7 +82,7 @@ def absent_reader(format: str) -> str | None:
 
 
 class Reader(NamedTuple):
-    """A loaded model."""
+    """A model loaded by the reader of a format."""
 
     name: str
     """Tool that loaded it, with its version."""
@@ -93,7 +94,7 @@ class Reader(NamedTuple):
 
 @contextmanager
 def open_reader(format: str, folder: Path, context_length: int) -> Iterator[Reader]:
-    """Load an export with its real reader; memory is given back at the end of the block.
+    """Load an export with its real reader; the end of the block frees the memory.
 
     Raises `UserError` when the reader refuses it.
     """
@@ -109,7 +110,7 @@ def open_reader(format: str, folder: Path, context_length: int) -> Iterator[Read
 
 
 def transformers_reader(folder: Path, tokenizer: Any, name: str = "sparse-bitnet") -> Reader:
-    """Load a folder with transformers, in float32 so that nothing is rounded on top: an export, or the
+    """Load a folder with transformers, in float32 so that nothing else is rounded: an export, or the
     trained model, whose masks and codes are selected once."""
 
     def tokenise(text: str) -> list[int]:
@@ -122,7 +123,7 @@ def transformers_reader(folder: Path, tokenizer: Any, name: str = "sparse-bitnet
             logits = _logits(model, torch.from_numpy(tokens.astype(np.int64))[None])
         return torch.log_softmax(logits[0], -1)
 
-    # Without the progress bars of both packages; errors still raise.
+    # Hide the progress bars of both packages; errors still raise.
     with contextlib.redirect_stderr(io.StringIO()):
         model = from_pretrained(folder, dtype=torch.float32).eval()
         log_probabilities(np.zeros(1))  # compressed-tensors decompresses in the first forward
@@ -154,7 +155,7 @@ def llama_cpp_reader(path: Path, context_length: int) -> Iterator[Reader]:
         model.eval([int(token) for token in tokens])
         return torch.log_softmax(torch.from_numpy(model.scores[: len(tokens)]).clone(), -1)
 
-    # Left to the interpreter's end, llama-cpp-python raises.
+    # llama-cpp-python raises if it is closed at interpreter exit.
     with contextlib.closing(model):
         version = importlib.metadata.version("llama-cpp-python")
         yield Reader(f"llama-cpp-python {version}", tokenise, log_probabilities)
@@ -168,7 +169,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """How an export compares with the trained model."""
+    """Comparison of an export with the trained model."""
 
     reader: str
     text: str
@@ -178,7 +179,7 @@ class Verification:
     same_token_ids: bool
     """Whether the reader's tokenizer and ours give the same ids for `PARAGRAPH`."""
     mean_difference: float
-    """Nats: mean over tokens of |log p(next token) - ours|."""
+    """Mean over tokens of |log p(next token) - ours|, in nats."""
     largest_difference: float
     """Largest |log p(next token) - ours| of a token, in nats."""
     same_best_token: float
@@ -196,7 +197,7 @@ class Verification:
 
     @property
     def failures(self) -> list[str]:
-        """List all that is out of bounds, one phrase each."""
+        """List everything that is out of bounds, one phrase each."""
         failures = [] if self.same_token_ids else ["other token ids"]
         # Written so that NaN fails.
         if not (mean := self.mean_difference) <= self.bound:
@@ -206,7 +207,7 @@ class Verification:
         return failures
 
     def rows(self) -> list[Row]:
-        """Return table rows: what was compared, and how it differs, with the bound in brackets."""
+        """Return table rows: each compared quantity, and its difference, with the bound in brackets."""
         mean = f"{self.mean_difference:.1e} nats off on average (bound {self.bound:.1e})"
         return [
             ("reader", self.reader),
@@ -229,9 +230,9 @@ def verify(
 ) -> Verification:
     """Compare the export in `out` with the trained model; the reader must be installed.
 
-    The two models are in memory one after the other. `text` comes from `text_to_verify`; `on_progress` is
-    called with the tokens scored so far, by both, and in all. Raises `UserError` when the reader refuses
-    the export.
+    The two models are in memory one after the other. `text` comes from `text_to_verify`; `on_progress`
+    is called with the tokens scored so far, by both, and in all. Raises `UserError` when the reader
+    refuses the export.
     """
     tokens, text_name = text
     lengths = (source.config.get("max_position_embeddings"), source.trained_context_length)
@@ -286,8 +287,8 @@ def _score(
     reader: Reader, tokens: np.ndarray, context_length: int, on_tokens: Callable[[int], None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each token but the first: its log-probability, float64; the most probable token in its
-    place; and the norm of the gradient of its log-probability with respect to the logits, from 0 where it
-    is certain to 1 where nothing is probable."""
+    place; and the norm of the gradient of its log-probability with respect to the logits, from 0 for a
+    certain token to 1 for a hopeless one."""
     of_next, best, sensitivity = [], [], []
     for start in range(0, len(tokens) - 1, context_length):
         piece = tokens[start : start + context_length + 1].astype(np.int64)
@@ -302,12 +303,12 @@ def _score(
 
 
 def check_packed(source: str | Path, packed: str | Path) -> float:
-    """Compare a packed model's logits on 128 random tokens with the trained one's, in the dtype of the
+    """Compare a packed model's logits on 128 random tokens with the trained model's, in the dtype of the
     latter, one model in memory at a time.
 
-    Returns the largest |logit difference|, which storing the embeddings makes. Raises `UserError` when
-    either cannot be loaded, the trained one's logits are not finite, or the packed one's are not equal
-    bit for bit to those of the trained model with the packed embeddings.
+    Returns the largest |logit difference|, which is due to the rounded embeddings. Raises `UserError`
+    when either model cannot be loaded, the trained one's logits are not finite, or the packed one's
+    logits differ in any bit from those of the trained model with the packed embeddings.
     """
     model: Any = find_checkpoint(packed).load().eval()
     vocabulary = model.get_input_embeddings().num_embeddings

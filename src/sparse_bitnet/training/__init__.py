@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining: configuration, recipes, schedule, loss, loop, checkpoints, metrics."""
+"""Training: configuration, recipes, schedules, losses, the loop, checkpoints, metrics."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The per-step selection as a callback of `transformers.Trainer`.
+"""A callback of `transformers.Trainer` that selects masks and codes once per step.
 
     model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())
     Trainer(model=model, callbacks=[SparseBitCallback()], ...).train()
 
-A converted model trains the same without it, but then every forward, recomputed ones included, selects
-mask and codes again, and nothing is logged.
+A converted model trains to the same weights without the callback. But then every forward, recomputed
+ones included, selects again, and nothing is logged.
 """
 
 from contextlib import ExitStack
@@ -21,15 +21,15 @@ from sparse_bitnet.training.metrics import selection_counts, selection_metrics
 
 
 class SparseBitCallback(TrainerCallback):
-    """Selects mask and codes once per optimiser step.
+    """Callback of `transformers.Trainer` that selects mask and codes once per optimiser step.
 
-    Every training log gets `flip_rate` (share of mask positions that changed since the step before,
-    from the second step on) and `zero_fraction` (share of zeros among the effective weights), both of
-    the last step and over all sparse layers together. Trainer's own reporters (`report_to`) see them
-    where this callback is put first in `trainer.callback_handler.callbacks`.
+    Every training log gets `flip_rate` (share of mask positions that changed since the step before, from
+    the second step on) and `zero_fraction` (share of zeros among the effective weights), both of the
+    last step and over all sparse layers together. Trainer's own reporters (`report_to`) see them if this
+    callback is first in `trainer.callback_handler.callbacks`.
 
-    What a selection adds to gradients (SR-STE) is added when Trainer has clipped them; our own loop clips
-    the sum.
+    A score's extra gradient (SR-STE) is added after Trainer has clipped the gradients; our own loop
+    clips the sum.
 
     Raises `UserError` at the start of training when the model holds no `SparseBitLinear`.
     """
@@ -46,7 +46,7 @@ class SparseBitCallback(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
-        # Trainer does so only inside the step; an evaluation mode would leave the flips uncounted.
+        # Trainer calls this only inside the step; in evaluation mode flips would not be counted.
         model.train()
         self._selection.enter_context(selected(model))
         layers = sparse_layers(model)
@@ -67,7 +67,7 @@ class SparseBitCallback(TrainerCallback):
 
 
 def _sum_over_processes(value: Tensor) -> Tensor:
-    """In place; the value itself where there is one process."""
+    """Sum a tensor over all processes in place; with one process return it unchanged."""
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(value)
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain attention that skips most of what a causal mask hides: for compiled training on a CPU.
+"""Plain attention that skips most of what a causal mask hides, for compiled training on a CPU.
 
 Steps as in `device.keep_freed_memory` take 29 % longer with torch's flash attention, and 8 % longer with
 transformers' eager one: medians of four interleaved pairs, in processor time.
@@ -29,22 +29,23 @@ def causal_blocks(
     position_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Transformers' eager attention, a block of queries at a time with the keys up to its last.
+    """Compute transformers' eager attention in blocks of queries, each with the keys up to its last
+    query.
 
     Args:
         query: [batch, heads, sequence, head_dim]; `key` and `value` may have fewer heads.
-        attention_mask: added to the scores, [batch or 1, heads or 1, sequence, sequence]; nothing after a
-            query's own position may be let through.
-        position_bias: added too, of the same form.
+        attention_mask: added to the scores, [batch or 1, heads or 1, sequence, sequence]; must hide
+            every key after the query's position.
+        position_bias: added too, of the same shape.
 
     Returns [batch, sequence, heads, head_dim].
     """
-    # The heads that share keys are rows of one product.
+    # Heads that share keys become rows of one product.
     shared = query.unflatten(1, (key.shape[1], -1))
     length, parts = query.shape[2], []
     if position_bias is not None:
         attention_mask = attention_mask + position_bias
-    # One mask for all is spread where it is added: spread before, compiled kernels round otherwise.
+    # One mask for all is expanded where it is added: expanded earlier, compiled kernels round otherwise.
     heads: slice | None = None
     if attention_mask.shape[1] > 1:
         attention_mask, heads = attention_mask.unflatten(1, (key.shape[1], -1)), slice(None)
@@ -60,8 +61,8 @@ def causal_blocks(
 
 
 def stored(values: Tensor) -> Tensor:
-    """The same values. Compiled, they are computed once and kept in memory, as inductor does with what is
-    read by given strides, and not again by every kernel that needs them."""
+    """Return the same values with explicit strides: compiled, inductor then computes them once and
+    stores them, instead of computing them again in every kernel that needs them."""
     return values.as_strided(values.shape, values.stride())
 
 
@@ -71,7 +72,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def store_rotations_(decoder: nn.Module) -> None:
-    """Have the cosines and sines of the positions `stored`."""
+    """Make a decoder's rotary cosines and sines `stored`."""
 
     def hook(module: nn.Module, args: Any, result: Any) -> Any:
         return tuple(map(stored, result)) if isinstance(result, tuple) else result

@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 LONGEST_PLAIN_ATTENTION = 512
-"""Tokens of a sequence whose attention scores, all of them, are no burden."""
+"""Longest sequence, in tokens, whose attention scores all fit comfortably into memory."""
 
 MOST_BLOCKS_AT_ONCE = 8
-"""Most blocks of a model that is compiled as a whole: compile time grows with them."""
+"""Largest number of blocks of a model to compile as a whole: compile time grows with them."""
 
 WORTH_COMPILING = 5e12
-"""Tokens times weights of a run that takes some ten minutes on one core."""
+"""Tokens times weights of a run that takes about ten minutes on one core."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one. Raises `UserError` when CUDA is asked for and absent."""
+    """Return the device; "auto" is CUDA if available. Raises `UserError` if CUDA is requested and
+    unavailable."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device; use --device cpu")
     if name == "auto":
@@ -40,7 +41,7 @@ def resolve_device(name: str) -> torch.device:
 
 def cpu_has_fast_bf16() -> bool:
     """Whether bfloat16 products are faster than float32 ones. Most processors emulate them, and Intel's
-    without matrix tiles take twice as long."""
+    without AMX take twice as long."""
     info = cpu_info()
     flags = info.get("flags", "").split()
     return "amx_bf16" in flags or (
@@ -49,7 +50,8 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def resolve_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Compute type: "auto" is bfloat16 where the device is fast at it, else float32."""
+    """Return the compute type; "auto" is bfloat16 if the device has fast bfloat16 products, else
+    float32."""
     if precision == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
         precision = "bf16" if fast else "float32"
@@ -57,14 +59,14 @@ def resolve_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device | str, dtype: torch.dtype) -> AbstractContextManager:
-    """torch.autocast to a 16-bit type; nothing for float32."""
+    """Return torch.autocast to a 16-bit type, or a context that does nothing for float32."""
     if dtype == torch.float32:
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
 def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    """Set seed, thread count and determinism; returns where and in which type to compute."""
+    """Set seed, thread count and determinism; return the device and the compute type."""
     device = resolve_device(config.device)
     torch.manual_seed(config.seed)
     if config.threads is not None:
@@ -76,32 +78,33 @@ def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next one, which it else fetches again page by page.
+    """Make glibc keep memory that a step frees for the next step, instead of fetching it again page by
+    page.
 
     Compiled steps of 4 blocks of SmolLM2-135M's sizes (bfloat16, 2 x 512 tokens, a thread of an AMD EPYC
     with AVX512-BF16) take 9 % longer without it: median of five interleaved pairs, in processor time.
     """
     with suppress(AttributeError, OSError, TypeError):  # other C libraries
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most it takes
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value it accepts
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def make_deterministic(device: torch.device) -> None:
-    """On CUDA have torch take deterministic kernels, where it has them, from here on."""
+    """Make torch use deterministic kernels on CUDA, if it has them, from now on."""
     if device.type != "cuda":
         return
-    # Read when cuBLAS is first used; without it equal runs need not give equal bits.
+    # cuBLAS reads this on first use; without it, equal runs need not give equal bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # A debugging aid that comes with it and fills every new tensor.
+    # Determinism also turns on a debugging aid that fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
-    """Whether a run of a model of this many weights compiles its blocks.
+    """Whether a run compiles the blocks of a model with this many weights.
 
-    "auto" does where it pays: on a CPU a step takes half as long, and compiling about a minute.
+    "auto" compiles if it pays: on a CPU a step takes half as long, and compiling about a minute.
     """
     if config.compile != "auto":
         return config.compile == "on"
@@ -111,7 +114,7 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
 
 
 def blocks_of(model: "PreTrainedModel") -> nn.ModuleList:
-    """A decoder's blocks, whatever its list of them is called. Raises `UserError` where it has none."""
+    """Return a decoder's list of blocks, whatever its name. Raises `UserError` if it has none."""
     lists = (part for part in model.get_decoder().children() if isinstance(part, nn.ModuleList))
     if (blocks := next(lists, None)) is None:
         raise UserError(f"{type(model).__name__} has no list of blocks")
@@ -121,12 +124,12 @@ def blocks_of(model: "PreTrainedModel") -> nn.ModuleList:
 def compile_decoder_(
     model: "PreTrainedModel", config: TrainConfig, device: torch.device, processes: int
 ) -> None:
-    """Have the blocks compiled when they are first called; on a CPU with plain attention where it fits,
-    and a shallow model as one, since what lies between its blocks takes as long as a loop of theirs."""
-    # Code is cached by the process for some variants of a function only, and on the disk for all.
+    """Compile the blocks when they are first called; on a CPU with plain attention if it fits, and a
+    shallow model as a whole, since the code between its blocks takes as long as their own loops."""
+    # The process caches code for a few variants of a function only; the disk caches all.
     torch._dynamo.reset()
     decoder, on_cpu = model.get_decoder(), device.type == "cpu"
-    # Compiled, the plain products are faster than the CPU's flash attention; models that have none, as
+    # Compiled plain attention is faster than the CPU's flash attention; models without the latter, like
     # Gemma 2 with its capped scores, keep their own.
     plain = on_cpu and model.config._attn_implementation == "sdpa"
     if plain and config.sequence_length <= LONGEST_PLAIN_ATTENTION:
@@ -142,5 +145,5 @@ def compile_decoder_(
 
 
 def compile_options(device: torch.device | str) -> dict[str, Any] | None:
-    """Options of `torch.compile` for training."""
+    """Return options of `torch.compile` for training."""
     return {"cpp_wrapper": True} if torch.device(device).type == "cpu" else None

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The teacher of a run, and the loss of its student: the teacher's distribution over the next token, and
-how its attention relates tokens.
+"""Distillation: the teacher of a run, and the loss of its student.
 
     ce_weight * cross-entropy
     + logits_weight * T^2 * KL(teacher || student), both softened by the temperature T (Hinton et al.,
@@ -8,15 +7,15 @@ how its attention relates tokens.
     + relations_weight * KL of the relations among queries, keys and values of one layer (MiniLMv2,
       Wang et al., 2021, as BitNet Distillation, Wu et al., 2025, uses them)
 
-The student starts from the teacher's weights. The teacher is not part of the model: nothing of it is
-trained, split, or stored. It is a model in memory, or its highest logits on disk:
+The student starts from the teacher's weights. The teacher is not part of the model: it is not trained,
+sharded or stored. It is a model in memory, or its highest logits on disk:
 
-    manifest.json    whose logits of which tokens, k, and the CRC-32 of every part that is done
+    manifest.json    teacher, tokens, k, and the CRC-32 of every finished part
     part-00000.bin   windows of the training text in the order of the run's first epoch; each token is k
                      token ids, little-endian uint16 (uint32 from 65,536 tokens on), and k logits, float16
 
-The logits are stored less their logsumexp, as log probabilities. Parts are written one after another: a
-call that was cut off continues where it stopped, and a longer run of the same order adds to them.
+Logits are stored as log-probabilities (less their logsumexp). Parts are written one after another: an
+interrupted call resumes, and a longer run with the same data order adds parts.
 """
 
 import hashlib
@@ -64,9 +63,9 @@ class Teacher:
     def __init__(
         self, path: str | Path, dtype: torch.dtype, device: torch.device, vocab_size: int
     ) -> None:
-        """Load it. Its logits are those of the first `vocab_size` rows of its head.
+        """Load the teacher. Its logits are those of the first `vocab_size` rows of its head.
 
-        Raises `UserError` for what does not load.
+        Raises `UserError` for a model that cannot be loaded.
         """
         self.path, self.vocab_size = path, vocab_size
         self.model = find_checkpoint(path).load(dtype=dtype)
@@ -74,25 +73,25 @@ class Teacher:
 
     @torch.no_grad()
     def hidden(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """`hidden_states` [tokens, hidden_size] of [batch, sequence]."""
+        """Return `hidden_states` [tokens, hidden_size] of token ids [batch, sequence]."""
         with torch.autocast(input_ids.device.type, enabled=False):
             return hidden_states(self.model, input_ids, position_ids).flatten(0, 1)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [tokens, vocab_size] of some of the `hidden` states."""
+        """Return float32 logits [tokens, vocab_size] of some `hidden` states."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = self.model.get_output_embeddings()(hidden)[:, : self.vocab_size].float()
         return capped(logits, logit_cap(self.model))
 
 
 class LogitCache:
-    """The top logits of the windows that a run trains on."""
+    """The teacher's top logits of the windows that a run trains on, on disk."""
 
     def __init__(self, config: TrainConfig, loader: TokenLoader, vocab_size: int) -> None:
-        """Read what is there; nothing is written before `fill`.
+        """Open the folder; nothing is written before `fill`.
 
-        Raises `UserError` when the folder holds a cache of something else, or other files.
+        Raises `UserError` when the folder holds another cache, or other files.
         """
         assert config.teacher is not None
         assert config.logit_cache is not None
@@ -134,7 +133,7 @@ class LogitCache:
             raise UserError(f"{self.folder / MANIFEST} is damaged: remove the cache's folder")
 
     def fill(self, dtype: torch.dtype, device: torch.device, batch: int) -> None:
-        """Write the parts that are missing, `batch` windows at a time, and verify all of them.
+        """Write the missing parts, `batch` windows at a time, and verify all parts.
 
         Raises `UserError` for logits that are not finite, a full disk, and a damaged part.
         """
@@ -170,7 +169,7 @@ class LogitCache:
                     )
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(ids int64, logits float32), each [windows, sequence, k]."""
+        """Return token ids, int64, and logits, float32, of some windows, each [windows, sequence, k]."""
         places = [divmod(place, self.per_part) for place in self.position[windows].tolist()]
         maps = {
             part: np.memmap(self._path(part), self.token, "r") for part in {p for p, _ in places}
@@ -212,7 +211,7 @@ def find_teacher(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Teacher | LogitCache:
-    """Return the teacher of a run, or the cache of its logits, which is to be filled.
+    """Return the teacher of a run, or the cache of its logits, which the caller must `fill`.
 
     Raises `UserError` for a teacher that does not fit the student, and a cache of another one.
     """
@@ -227,7 +226,7 @@ def find_teacher(
             f"{own:,}, and no tokenizer of the teacher says that they are the same: copy it there, or "
             "start from the teacher"
         )
-    # With one tokenizer, the larger head is padded.
+    # With the same tokenizer, the larger head is padded.
     loader.dataset.check_vocab(rows := min(own, theirs))
     if config.logit_cache is not None:
         return LogitCache(config, loader, rows)
@@ -235,7 +234,7 @@ def find_teacher(
 
 
 def fingerprint(teacher: str) -> str:
-    """16 hexadecimal digits of a model's config and weights."""
+    """Return 16 hexadecimal digits that identify a model's config and weights."""
     folder, content = find_checkpoint(teacher).folder, hashlib.blake2b(digest_size=8)
     weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     for path in [folder] if folder.is_file() else sorted([folder / "config.json", *weights]):
@@ -246,7 +245,7 @@ def fingerprint(teacher: str) -> str:
 
 
 class DistillationLoss(SummedLoss):
-    """`SummedLoss` of the student, in training with what the teacher adds; in evaluation without."""
+    """`SummedLoss` of the student plus, in training, the distillation terms of the teacher."""
 
     def __init__(
         self, model: "PreTrainedModel", config: TrainConfig, teacher: Teacher | LogitCache
@@ -313,7 +312,7 @@ class DistillationLoss(SummedLoss):
         position_ids: Tensor | None = None,
         top: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`top`: ids and logits of the teacher, [batch, sequence, k], where it is not there itself."""
+        """`top`: token ids and logits of the teacher, [batch, sequence, k], when it is a cache."""
         if not self.model.training:
             return super().forward(input_ids, labels, position_ids)
         config, (teacher,) = self.config, self._teacher
@@ -361,9 +360,9 @@ class DistillationLoss(SummedLoss):
 
 
 def relation_loss(student: Tensor, teacher: Tensor, heads: int) -> Tensor:
-    """Mean over heads and tokens of KL(R_teacher || R_student), R = softmax(A A^T / sqrt(d)).
+    """Return the mean over heads and tokens of KL(R_teacher || R_student), R = softmax(A A^T / sqrt(d)).
 
-    The states A are [batch, sequence, width], of any widths, and cut into [batch, heads, sequence, d].
+    The states A are [batch, sequence, width], of any widths, and split into [batch, heads, sequence, d].
     """
 
     def log_relations(states: Tensor) -> Tensor:
@@ -376,9 +375,10 @@ def relation_loss(student: Tensor, teacher: Tensor, heads: int) -> Tensor:
 
 
 def _kept_projections(model: "PreTrainedModel", layer: int) -> tuple[dict[str, Tensor], list[int]]:
-    """A dict into which every forward puts the queries, keys and values of a layer; and their widths.
+    """Return a dict that every forward fills with the queries, keys and values of a layer; and their
+    widths.
 
-    Raises `UserError` for a layer that is not there, and for attention of another form.
+    Raises `UserError` for a missing layer, and for another kind of attention.
     """
     blocks = blocks_of(model)
     if not -len(blocks) <= layer < len(blocks):

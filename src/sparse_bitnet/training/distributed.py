@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one run: who they are, what they sum, what they tell each other; and how a model
-lies over them: whole in a world of one, else split by blocks (FSDP2) over `shard` processes and
-replicated over the rest (HSDP).
+"""The processes of one run (sums, exchanges, errors), and how a model is placed on them: whole in a
+world of one, else split by blocks (FSDP2) over `shard` processes and replicated over the rest (HSDP).
 
 Rendezvous, restarts and time limits are torchrun's and the process group's.
 
-Started by torchrun (or anything that sets its environment variables), the same `train` command runs as
-N processes on M machines; without it a run is a world of one, of which every sum is its own. The batch is
-split over all processes; what is computed does not depend on their number.
+Started by torchrun (or anything that sets its environment variables), the same `train` command runs as N
+processes on M machines; otherwise a run is a world of one process. The batch is split over all
+processes; the result does not depend on their number.
 """
 
 import contextlib
@@ -34,18 +33,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXIT_CODE = 75
-"""Exit code of a process that lost another one: "temporary failure", the same command may continue."""
+"""Exit code of a process that lost another one: "temporary failure"; the same command may continue."""
 
 _LONE_WORK = timedelta(days=1)
 """Longest work of one process while the others wait: exports, reading data, writing checkpoints."""
 
 
 class ErrorElsewhere(UserError):
-    """Another process failed with this message, which it prints itself."""
+    """Raised when another process failed; that process prints this message itself."""
 
 
 class ProcessLost(UserError):
-    """Another process of the run cannot be reached."""
+    """Raised when another process of the run cannot be reached."""
 
 
 @dataclass
@@ -55,23 +54,23 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: "DeviceMesh | None" = None
-    """[replicate, shard]; None in a world of one, whose model lies whole."""
+    """[replicate, shard]; None in a world of one, whose model is not split."""
     control_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
-    """Exchanges objects between the training's collectives, on the CPU."""
+    """Process group that exchanges objects between the training's collectives, on the CPU."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what a run has one of."""
+        """Whether this process writes the files that a run has once."""
         return self.rank == 0
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes, in place."""
+        """Sum a tensor over all processes in place; return it."""
         if self.mesh is not None:
             dist.all_reduce(value)
         return value
 
     def sum_shards(self, value: Tensor) -> Tensor:
-        """The sum over the processes that hold one model together, in place."""
+        """Sum a tensor in place over the processes that share one copy of the model; return it."""
         if self.mesh is not None:
             dist.all_reduce(value, group=self.mesh.get_group("shard"))
         return value
@@ -79,7 +78,7 @@ class World:
     def each(self, function: Callable[[], T]) -> list[T]:
         """Return the results of `function` in all processes, in the order of ranks.
 
-        A `UserError` of any is raised in all: as it is in the first that failed, which prints it.
+        A `UserError` in any process is raised in all; the first process that failed prints it.
         """
         result, raised = None, None
         try:
@@ -90,7 +89,8 @@ class World:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """A `UserError` inside, of any process, is raised in all where the block ends."""
+        """Raise a `UserError` from inside the block, of any process, in all processes when the block
+        ends."""
         raised = None
         try:
             yield
@@ -108,11 +108,11 @@ class World:
         return [result for result, _ in outcomes]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` in the first process alone; all get its result, or its `UserError`."""
+        """Call `function` in the first process only; all get its result, or its `UserError`."""
         return self.each(function if self.is_main else lambda: None)[0]  # type: ignore[return-value]
 
     def fail(self, message: str) -> NoReturn:
-        """Raise what went wrong in all processes alike; only the first one's is meant to be shown."""
+        """Raise an error that all processes have found alike; only the first one's is to be shown."""
         raise (UserError if self.is_main else ErrorElsewhere)(message)
 
 
@@ -120,11 +120,11 @@ class World:
 def open_world(
     device: torch.device, shard: int | None = None, timeout_seconds: float = 600.0
 ) -> Iterator[World]:
-    """The processes that the environment describes; the group ends with the block.
+    """Yield the processes that the environment describes; the group ends with the block.
 
     Args:
-        device: where they compute.
-        shard: processes over which a model is split, the rest replicate it; default all.
+        device: device on which they compute.
+        shard: number of processes over which a model is split; the rest replicate it. Default: all.
         timeout_seconds: a process that waits this long for the others in a step gives up.
 
     Raises `UserError` when `shard` does not divide their number, or not all of them come.
@@ -171,7 +171,7 @@ def open_world(
             control_group=dist.new_group(backend="gloo", timeout=_LONE_WORK),
         )
     except RuntimeError as error:
-        # Gloo's errors are plain ones.
+        # Gloo raises plain RuntimeErrors.
         words = ("gloo", "nccl", "connection", "timed out", "socket")
         if not (isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)):
             raise
@@ -183,12 +183,12 @@ def open_world(
         dist.destroy_process_group()
 
 
-# The model over the processes.
+# Placing the model on the processes.
 
 
 def check_splits(model: "PreTrainedModel") -> None:
-    """Raise `UserError` for a model of which a block shares weights with another one, or with what lies
-    outside of all: split, each would have its own."""
+    """Raise `UserError` for a model in which a block shares weights with another block, or with layers
+    outside of the blocks: after the split, each would have its own."""
     blocks = list(blocks_of(model))
     inside = {module for block in blocks for module in block.modules()}
     groups = [set(block.parameters()) for block in blocks]
@@ -208,12 +208,12 @@ def place_(
     reduce_dtype: torch.dtype | None = None,
     whole: nn.Module | None = None,
 ) -> None:
-    """Bring a model, inside of its loss, to where it trains.
+    """Move a model, inside its loss, to the device where it trains.
 
     Several processes split it block by block, so none holds more than its part and one block. The
-    embedding, the final norm and the head form the root's group. Blocks of ternary layers, once gathered,
-    stay so until `reshard_` or a backward that ends a step: 2 bits a weight are cheaper to hold than to
-    gather again.
+    embedding, the final norm and the head form the root's group. Blocks of ternary layers, once
+    gathered, stay so until `reshard_` or a backward that ends a step: 2 bits per weight are cheaper to
+    hold than to gather again.
 
     In a world of one the model is on the CPU, else on the meta device; its values are then those of
     `whole`, on the CPU of the first process. Full-precision weights are sent and multiplied in
@@ -224,7 +224,7 @@ def place_(
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # Without replicas the mesh of the shards alone: sums over groups of one process are collectives too.
+    # Without replicas use the mesh of shards: sums over groups of one process would be collectives too.
     mesh = world.mesh if world.mesh.size(0) > 1 else world.mesh["shard"]
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     model = cast(Any, loss).model
@@ -243,7 +243,8 @@ def place_(
 
 @torch.no_grad()
 def _fill_(model: nn.Module, world: World, device: torch.device, whole: nn.Module | None) -> None:
-    """The values of a whole model in the first process to the parts of it in all, one at a time."""
+    """Copy the values of a whole model in the first process to its parts in all processes, one tensor at
+    a time."""
     given = {} if whole is None else _tensors(whole)
     for name, part in _tensors(model).items():
         value = torch.empty(part.shape, dtype=part.dtype, device=device)
@@ -258,15 +259,15 @@ def _fill_(model: nn.Module, world: World, device: torch.device, whole: nn.Modul
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def gather_once_(loss: nn.Module, last: bool) -> None:
-    """Before each forward of a step: keep what is gathered until the `last` of its backwards.
+    """Before each forward of a step: keep gathered parameters until the `last` of its backwards.
 
-    The root's group always, blocks where they are ternary; gradients are summed over the processes in
-    the last backward alone. Nothing is done to a whole model.
+    This holds for the root's group, and for blocks if they are ternary. Gradients are summed over the
+    processes in the last backward only. A model that is not split is unchanged.
     """
     for module in loss.modules():
         sharded: Any = module
@@ -283,7 +284,7 @@ def _is_ternary(module: nn.Module) -> bool:
 
 
 def reshard_(loss: nn.Module) -> None:
-    """Let go of gathered parameters: a forward without a backward leaves the root's in place."""
+    """Free gathered parameters; a forward without a backward leaves the root's in place."""
     for module in loss.modules():
         if hasattr(module, "reshard"):
             cast(Any, module).reshard()
@@ -292,10 +293,10 @@ def reshard_(loss: nn.Module) -> None:
 def whole_model(
     model: "PreTrainedModel", world: World, build: Callable[[], "PreTrainedModel"]
 ) -> "PreTrainedModel | None":
-    """The model in one piece, in the first process; the others get None.
+    """Return the model in one piece in the first process, None in the others.
 
-    A model that is not split is returned itself. `build` makes the one that is filled, on the CPU, with
-    one parameter after another.
+    A model that is not split is returned itself. `build` makes the model to fill, on the CPU, one
+    parameter after another.
     """
     if world.mesh is None:
         return model
@@ -311,8 +312,8 @@ def whole_model(
 
 
 def split_like(rows: Tensor, parameter: Tensor) -> Any:
-    """Some rows of a tensor as the part of the whole that a parameter's rows are of it; `rows`
-    themselves where the parameter is whole. Memory is shared."""
+    """Return this process's `rows` as a DTensor that is split like a parameter, sharing memory; `rows`
+    unchanged if the parameter is whole."""
     if not isinstance(parameter, DTensor):
         return rows
     shape = torch.Size((parameter.shape[0], *rows.shape[1:]))

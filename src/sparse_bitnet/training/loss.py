@@ -2,9 +2,9 @@
 """Cross-entropy of a large vocabulary without ever holding all its logits, and its mean over held-out
 tokens, which the processes of a run share.
 
-For 16 x 2048 tokens and 151,936 words float32 logits take 20 GB, and their gradient as much again.
-Here a chunk of tokens at a time goes through the head; its gradient with respect to hidden states and
-head is formed at once, and the logits are dropped before the next chunk.
+For 16 x 2048 tokens and 151,936 words, float32 logits take 20 GB and their gradient as much again. Here
+a chunk of tokens at a time goes through the head; its gradients with respect to hidden states and head
+are computed at once, and the logits are dropped before the next chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 Soft = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]]
-"""(logits of a chunk, its rows, which are scored) -> what is added to their loss, float64, and its slope
-by the first columns of the logits, also in rows that are not scored."""
+"""(logits of a chunk, its rows, which of them are scored) -> loss to add, float64, and its gradient with
+respect to the first columns of the logits, also in rows that are not scored."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -93,7 +93,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _loss_and_gradients(
     x: Tensor, head: Tensor, labels: Tensor, needs_grad: bool
 ) -> tuple[Tensor, ...]:
-    """The summed loss of a chunk, float64, and its gradients by hidden states and head, in their type."""
+    """Return the summed loss of a chunk, float64, and its gradients with respect to hidden states and
+    head, in their type."""
     target = labels.unsqueeze(-1)
     scored, values = target >= 0, (x @ head.t()).float()
     top = values.amax(-1, keepdim=True)
@@ -108,7 +109,8 @@ def _loss_and_gradients(
 
 @cache
 def _compiled_chunk(device: str) -> Callable[..., tuple[Tensor, ...]]:
-    """One pass for the sums and one for the gradient, where eager code makes ten of them."""
+    """Return a compiled chunk loss: one pass for the sums and one for the gradient, where eager code
+    makes ten."""
     return torch.compile(_loss_and_gradients, options=compile_options(device))
 
 
@@ -123,36 +125,38 @@ def chunked_cross_entropy(
     compiled: bool = False,
     cap: float | None = None,
 ) -> Tensor:
-    """Sum of the token losses, in nats.
+    """Return the sum of the token losses, in nats.
 
     Args:
         hidden: last hidden states [tokens, hidden_size].
         weight: the head [vocab_size, hidden_size].
-        labels: int64 [tokens], -100 where a token is not scored.
-        chunk_tokens: tokens whose logits exist at a time; by default `default_chunk_tokens`.
-        soft: what a teacher adds to the loss, beside `hard_weight` times the cross-entropy.
-        compiled: whether what is done to the logits is compiled, where there is no `soft` and no `cap`.
-        cap: of the logits, see `capped`.
+        labels: int64 [tokens], -100 for a token that is not scored.
+        chunk_tokens: number of tokens whose logits exist at a time; default: `default_chunk_tokens`.
+        soft: a teacher's term of the loss, in addition to `hard_weight` times the cross-entropy.
+        compiled: whether to compile the work on the logits, if there is no `soft` and no `cap`.
+        cap: limit of the logits, see `capped`.
 
     Returns a float64 scalar, differentiable in `hidden` and `weight` unless under `no_grad`. Peak memory
     above the gradients is 16 bytes per logit of one chunk and a float32 copy of the head's gradient.
     """
     chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    if not torch.is_grad_enabled():  # which a Function's forward is not told
+    if not torch.is_grad_enabled():  # a Function's forward cannot see this
         hidden, weight = hidden.detach(), weight.detach()
     options = soft, hard_weight, compiled, cap
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, *options)
 
 
 def default_chunk_tokens(vocab_size: int) -> int:
-    """About 4 M logits, which stay in a CPU's cache, but enough tokens to be worth reading the head."""
+    """Return the tokens of a chunk: about 4 M logits, which stay in a CPU's cache, but enough to be
+    worth reading the head."""
     return max(512, 2**22 // vocab_size)
 
 
 def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
-    """The last ones, [batch, sequence, hidden_size], times the scale that the model gives its logits."""
+    """Return the last hidden states, [batch, sequence, hidden_size], times the scale that the model
+    gives its logits."""
     packed = {} if position_ids is None else {"position_ids": position_ids}
     hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     scale = output_scale(model)
@@ -160,7 +164,8 @@ def hidden_states(
 
 
 class SummedLoss(torch.nn.Module):
-    """A transformers causal LM whose forward is its loss: what a step calls, and what is split."""
+    """A transformers causal LM whose forward returns its loss; a training step calls it, and FSDP splits
+    it."""
 
     def __init__(
         self,
@@ -174,11 +179,11 @@ class SummedLoss(torch.nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
     ) -> Tensor:
-        """The loss of the next tokens, summed: a float64 scalar.
+        """Return the loss of the next tokens, summed: a float64 scalar.
 
-        `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both
-        [batch, sequence] int64, as are `position_ids`: where these begin anew attention does not look
-        further back.
+        `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both [batch,
+        sequence] int64, as are `position_ids`; attention does not cross a place where these restart at
+        0.
         """
         hidden = hidden_states(self.model, input_ids, position_ids)
         head, cap = self.model.get_output_embeddings(), logit_cap(self.model)
@@ -197,13 +202,14 @@ class SummedLoss(torch.nn.Module):
 
 
 def mean_of(total: float, scored: float) -> tuple[float, int]:
-    """The mean of a sum, and its number again. Raises `UserError` when nothing was scored."""
+    """Return the mean of a sum, and the number of its terms. Raises `UserError` when nothing was
+    scored."""
     if scored == 0:
         raise UserError("no token to score: the evaluation data is empty")
     return total / scored, int(scored)
 
 
-# Some families do something to the products of their head: a scale (Granite, Cohere), a cap (Gemma).
+# Some families change the products of their head: a scale (Granite, Cohere), a cap (Gemma).
 
 
 def output_scale(model: "PreTrainedModel") -> float:
@@ -219,24 +225,24 @@ def output_scale(model: "PreTrainedModel") -> float:
 
 
 def logit_cap(model: "PreTrainedModel") -> float | None:
-    """The value that the model's own forward keeps its logits below; None in most families."""
+    """Return the limit of the logits in the model's own forward; None in most families."""
     config: Any = model.config.get_text_config()
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None))), None)
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """`logits`, in between -cap and cap by tanh."""
+    """Return `logits` squeezed between -cap and cap by tanh."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-# Held-out tokens.
+# Loss of held-out tokens.
 
 
 def held_out_windows(config: TrainConfig, *, verify: bool = True) -> Windows:
-    """The validation split in windows of `sequence_length`; `verify` as of `TokenDataset.open`.
+    """Return the validation split in windows of `sequence_length`; `verify` as in `TokenDataset.open`.
 
-    Raises `UserError` when it has no whole sequence, or nothing to learn in what is read of it.
+    Raises `UserError` when it has no whole sequence, or no answer to score.
     """
     dataset = TokenDataset.open(config.data, "validation", verify=verify)
     if len(dataset) <= config.sequence_length and not dataset.is_chat:
@@ -255,7 +261,7 @@ def held_out_windows(config: TrainConfig, *, verify: bool = True) -> Windows:
 
 
 def _count(held_out: Windows, config: TrainConfig) -> int:
-    """How many windows a validation reads."""
+    """Return the number of windows that a validation reads."""
     if not config.validation_tokens:
         return len(held_out)
     return min(len(held_out), max(1, config.validation_tokens // config.sequence_length))
@@ -270,8 +276,8 @@ def validation_loss(
     dtype: torch.dtype,
     world: World | None = None,
 ) -> tuple[float, int]:
-    """`mean_token_loss` over the first `validation_tokens` of the validation split, in whole sequences
-    that the processes of `world` share."""
+    """Return `mean_token_loss` over the first `validation_tokens` of the validation split, in whole
+    sequences that the processes of `world` share."""
     world, windows = world or World(), _count(held_out, config)
     own = max(1, config.batch_size // world.size)  # as many as a step has at most
     size = min(config.micro_batch_size or own, own)
@@ -283,7 +289,7 @@ def validation_loss(
             first = first if scored else start
             batch = held_out.batch(np.arange(first, min(first + size, windows)))
             input_ids, labels, *positions = map(torch.from_numpy, batch)
-            # A split model computes in step: of a batch that others have begun nothing is scored.
+            # All processes of a split model must compute the batch; here nothing of it is scored.
             yield input_ids, labels if scored else torch.full_like(labels, -100), *positions
 
     return mean_token_loss(loss, batches(), device=device, dtype=dtype, world=world)
@@ -298,9 +304,10 @@ def mean_token_loss(
     dtype: torch.dtype = torch.float32,
     world: World | None = None,
 ) -> tuple[float, int]:
-    """Exact token-weighted mean loss in nats over all processes, and how many tokens were scored.
+    """Return the exact token-weighted mean loss in nats over all processes, and the number of scored
+    tokens.
 
-    The model is in evaluation mode meanwhile; `batches` yields what `SummedLoss` takes. Raises
+    The model is in evaluation mode meanwhile; `batches` yields the arguments of `SummedLoss`. Raises
     `UserError` when there is nothing to score.
     """
     world, layers = world or World(), sparse_layers(loss.model).values()

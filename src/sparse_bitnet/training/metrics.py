@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step, and the files they go to.
+"""Metrics of a step, and the files that hold them.
 
 `metrics.jsonl` holds what the seed determines, so two runs of one config write the same bytes;
 `timing.jsonl` holds what the machine determines.
@@ -25,12 +25,11 @@ TIMING_FILE = "timing.jsonl"
 def selection_counts(
     layers: dict[str, SparseBitLinear], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> Tensor:
-    """How many effective weights of each selected layer are zeros, and in how many positions its mask
-    differs from the step before; int64 [2, layers], on their device.
+    """Return for each selected layer its zeros among the effective weights, and the positions in which
+    its mask differs from the step before; int64 [2, layers], on their device.
 
-    Effective weights are codes, or masked full-precision weights. `total` adds up counts over the
-    processes that hold the layers' rows. `selection_metrics` makes figures of them, whenever the host
-    may wait.
+    Effective weights are codes, or masked full-precision weights. `total` sums counts over the processes
+    that hold the layers' rows. `selection_metrics` turns the counts into rates once the host may wait.
     """
     none = torch.zeros((), dtype=torch.int64, device=next(iter(layers.values())).weight.device)
     zeros, flips = [], []
@@ -45,10 +44,10 @@ def selection_counts(
 def selection_metrics(
     layers: dict[str, SparseBitLinear], counts: Sequence[Sequence[float]], by_layer: bool
 ) -> dict[str, Any]:
-    """Flip rate and zero fraction over all selected layers together, and per layer on request.
+    """Return flip rate and zero fraction over all selected layers together, and per layer on request.
 
-    flip_rate is None until a mask has a predecessor; 0 for a dense model. `counts` are those of
-    `selection_counts`, of the same step.
+    flip_rate is None until a mask has a predecessor; 0 for a dense model. `counts` come from
+    `selection_counts` in the same step.
     """
     sizes = {name: layer.weight.numel() for name, layer in layers.items()}
     zeros, flips = counts
@@ -69,10 +68,11 @@ def selection_metrics(
 
 
 class JsonLines:
-    """Appends one JSON object a line; the file holds whole lines up to `after_step` on opening.
+    """Appends one JSON object per line; opening it keeps whole lines up to `after_step` and drops the
+    rest.
 
-    Step 0 is done again by a run that starts there, and so is what follows the last training step:
-    with `at_end`, only the training's own row of `after_step` stays.
+    A run that starts at step 0 repeats step 0, and a resumed run repeats what follows the last training
+    step: with `at_end`, only the training's own row of `after_step` stays.
     """
 
     def __init__(self, path: Path, after_step: int, *, at_end: bool = False) -> None:
@@ -87,19 +87,19 @@ class JsonLines:
             self._file = open(path, "a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises `UserError` when the disk is full."""
+        """Append a row. Raises `UserError` when the disk is full."""
         with os_errors_as(f"cannot write {self._file.name}"):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Raises nothing: `write` has named the row that could not be written."""
+        """Close the file. Raises nothing: `write` has named the row that could not be written."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Each whole line, and its row."""
+    """Return each whole line, and its row."""
     with os_errors_as(f"cannot read {path}"):
         content = path.read_bytes() if path.exists() else b""
     rows = []
@@ -116,7 +116,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a JSON-lines file; a last line cut short by a kill is left out.
+    """Return all whole rows of a JSON-lines file, without a last line cut short by a kill.
 
     Raises `UserError` that names a damaged line.
     """
@@ -141,12 +141,12 @@ class TensorBoard:
                 self._writer.add_scalar(name, float(value), row["step"])
 
     def close(self) -> None:
-        """Write what is still held."""
+        """Write the buffered events."""
         self._writer.close()
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One step's metrics and timing in a few words."""
+    """Return one step's metrics and timing in a few words."""
     flip = "" if not row["flip_rate"] else f" flip {row['flip_rate']:.1e}"
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     names = {"kl_divergence": "KL", "cross_entropy": "CE"}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a run: how it begins, checked against the data that it will see; LoRA adapters beside its
-weights; and the optimiser that changes them.
+"""The model of a run: initial weights, LoRA adapters, and the optimiser.
 
-Adapters are peft's own, in full precision, beside the linear layers of a model whose weights stay as they
-are. Merged, they become part of the weight that is quantised: what they add is rounded then, and `merged`
-says how much of it.
+Adapters are peft's own, in full precision, beside the linear layers of a model whose weights are frozen.
+Merged, they become part of the weight that is quantised: their update is rounded then, and `merged`
+returns how much of it.
 """
 
 import inspect
@@ -32,7 +31,8 @@ def initial_model(
     *,
     meta: bool = False,
 ) -> "PreTrainedModel":
-    """A preset with random weights, or `config.init`, converted to `format`; with `meta` without values.
+    """Return a preset with random weights, or `config.init`, converted to `format`; with `meta` without
+    values.
 
     Its config names the special tokens of the data's tokenizer. Raises `UserError` for a model that the
     data does not fit: too few rows of the embedding, or positions.
@@ -62,7 +62,7 @@ def initial_model(
         )
     takes = inspect.signature(model.get_decoder().forward).parameters
     if dataset.is_chat and "position_ids" not in takes:
-        # Its attention would not stop where positions begin anew.
+        # Its attention would not stop where positions restart.
         raise UserError(
             f"{type(model).__name__} takes no positions, so conversations cannot share a window"
         )
@@ -77,8 +77,8 @@ def initial_model(
 
 
 def _end_tokens(model: Any, dataset: TokenDataset, tokenizer: Any) -> list[int]:
-    """Return what ends a text: the token after a document, the special tokens that ended the texts of the
-    model so far, and those with which the chat template ends an answer."""
+    """Return the tokens that end a text: the token after a document, the model's previous end tokens,
+    and those with which the chat template ends an answer."""
     own = model.generation_config.eos_token_id
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     kept = [end for end in (own if isinstance(own, list) else [own]) if end in special]
@@ -87,10 +87,10 @@ def _end_tokens(model: Any, dataset: TokenDataset, tokenizer: Any) -> list[int]:
 
 
 def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
-    """Freeze a model and put an adapter of this rank beside each `SparseBitLinear` (Hu et al., "LoRA",
-    ICLR 2022; alpha is twice the rank).
+    """Freeze a model and add an adapter of this rank to each `SparseBitLinear` (Hu et al., "LoRA", ICLR
+    2022; alpha is twice the rank).
 
-    Returns peft's wrapper, for `merged`; the model itself has the adapters. Raises `UserError` where peft
+    Returns peft's wrapper, for `merged`; the model itself has the adapters. Raises `UserError` if peft
     is not installed.
     """
     try:
@@ -105,8 +105,8 @@ def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
 
 @torch.no_grad()
 def merged(adapted: Any) -> tuple["PreTrainedModel", float]:
-    """The model with its adapters added to the weights, and the share of the weights whose code (with
-    full precision: whether it is kept) is another than before."""
+    """Return the model with its adapters added to the weights, and the share of the weights whose code
+    (in full precision: whose mask) changes."""
 
     def chosen(model: Any) -> list[torch.Tensor]:
         selections = [layer.select() for layer in sparse_layers(model).values()]
@@ -120,7 +120,8 @@ def merged(adapted: Any) -> tuple["PreTrainedModel", float]:
 
 
 def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW whose weight decay applies to the matrices of the blocks, and to embeddings on request."""
+    """Return AdamW whose weight decay applies to the matrices of the blocks, and to embeddings on
+    request."""
     embeddings = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())

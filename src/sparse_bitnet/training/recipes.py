@@ -7,15 +7,16 @@ from sparse_bitnet.training.config import TrainConfig
 
 
 def default() -> TrainConfig:
-    """Trains well from a million to a few hundred million parameters; scale steps and batch to taste."""
+    """Return a config that trains well from a million to a few hundred million parameters; adjust steps
+    and batch."""
     return TrainConfig()
 
 
 def paper() -> TrainConfig:
-    """The paper's appendix to the letter: Qwen2.5-0.5B, 6:8, about 50 B tokens.
+    """Return the paper's appendix to the letter: Qwen2.5-0.5B, 6:8, about 50 B tokens.
 
     The table prints a learning rate of 1e-5 and a warm-up ratio of 0.5; both look mistyped (see
-    docs/method.md) and are kept here as printed. For weights worth having use `paper_tuned`.
+    docs/method.md) and are kept here as printed. For a useful model use `paper_tuned`.
     """
     return TrainConfig(
         model="qwen2.5-0.5b",
@@ -39,7 +40,7 @@ def paper() -> TrainConfig:
 
 
 def paper_tuned() -> TrainConfig:
-    """The paper's run with the rates of its published code: 3e-4 and 1,000 steps of warm-up."""
+    """Return the paper's run with the rates of its published code: 3e-4 and 1,000 steps of warm-up."""
     config = paper()
     config.learning_rate = 3e-4
     config.warmup_fraction = 1000 / config.steps
@@ -48,7 +49,8 @@ def paper_tuned() -> TrainConfig:
 
 
 def distill() -> TrainConfig:
-    """From a pretrained model to a ternary sparse one, with it as the teacher."""
+    """Return a config that turns a pretrained model into a ternary sparse one, with itself as the
+    teacher."""
     return TrainConfig(learning_rate=1e-3, warmup_fraction=0.1, weight_decay=0.01)
 
 

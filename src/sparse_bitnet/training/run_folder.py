@@ -55,7 +55,7 @@ class RunResult:
     steps: int
     tokens: int
     training_loss: float | None
-    """Loss of the last step; None where it had nothing to learn."""
+    """Loss of the last step; None if none of its tokens counted."""
     validation_loss: float
     validation_perplexity: float
     validation_tokens: int
@@ -66,15 +66,14 @@ class RunResult:
 
 
 class Interrupted(Exception):
-    """The run was stopped by a signal after saving a checkpoint; the same command continues it."""
+    """Raised when a signal stopped the run after saving a checkpoint; the same command continues it."""
 
 
 @contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Hold the folder for this process alone; where it was not there, and nothing was written into it,
-    it is removed again.
+    """Lock the folder for this process; remove it again if it is new and nothing was written into it.
 
-    Raises `UserError` when another process holds it, and when it cannot be written.
+    Raises `UserError` when another process holds the lock, and when the folder cannot be written.
     """
     made = [folder for folder in (run, *run.parents) if not folder.exists()]
     with locked_folder(run, f"{run} is in use by another running process"):
@@ -82,19 +81,20 @@ def run_lock(run: Path) -> Iterator[None]:
             yield
         finally:
             if made and os.listdir(run) == [".lock"]:
-                with suppress(OSError):  # a system where what is open cannot be removed
+                with suppress(OSError):  # on Windows an open file cannot be removed
                     (run / ".lock").unlink()
                     for folder in made:
                         folder.rmdir()
 
 
 def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
-    """Return the result of this config's run where `run` holds it and it is finished; write nothing.
+    """Return the result of this config's run if `run` holds it and it is finished, else None; write
+    nothing.
 
     Args:
         run: the folder.
         config: the config to train.
-        data: its text, see `RunResult.data`.
+        data: identity of the data, see `RunResult.data`.
 
     Raises `UserError` when the folder holds a run of another config or of other data, or files that are
     not a run.
@@ -118,8 +118,8 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
 
 @contextmanager
 def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
-    """Inside, in the main thread, the first SIGINT or SIGTERM calls `on_first`, and the second is a
-    `KeyboardInterrupt`."""
+    """Inside the block, in the main thread, the first SIGINT or SIGTERM calls `on_first`, and the second
+    raises `KeyboardInterrupt`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -140,7 +140,7 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
 
 
 def model_files(model: "PreTrainedModel") -> dict[str, str]:
-    """The files that `save_pretrained` writes beside the weights of a whole model, by name."""
+    """Return the files, by name, that `save_pretrained` writes beside the weights of a whole model."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     files = {"config.json": model.config.to_json_string()}
@@ -150,7 +150,7 @@ def model_files(model: "PreTrainedModel") -> dict[str, str]:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: restores the newest, and writes one from all its processes together."""
+    """The checkpoints of a run: restores the newest one, and writes one from all processes together."""
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class RunCheckpoints:
         files: dict[str, str],
         data_identity: dict[str, Any],
     ) -> None:
-        """`files` are the `model_files`; `data_identity` is that of the training data."""
+        """Prepare to read and write; `files` are the `model_files`, `data_identity` that of the training
+        data."""
         self.config, self.world, self.run = config, world, Path(config.out)
         self.parameters, self.layers = dict(model.named_parameters()), sparse_layers(model)
         self.optimizer, self.files, self.data_identity = optimizer, files, data_identity
@@ -170,7 +171,7 @@ class RunCheckpoints:
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that changes from step to step, by key, as parts of whole tensors where they are
+        """Return everything that changes from step to step, by key: parts of whole tensors if they are
         split; all but "rng/" share their memory."""
         state: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -189,7 +190,7 @@ class RunCheckpoints:
         return state
 
     def restore(self) -> int:
-        """Continue from the newest checkpoint; returns its step, 0 without one.
+        """Resume from the newest checkpoint; return its step, or 0 without a checkpoint.
 
         Raises `UserError` when it is damaged, or of other data or another model.
         """
@@ -208,12 +209,12 @@ class RunCheckpoints:
         return newest.step
 
     def _load(self, checkpoint: SavedStep) -> None:
-        """Put parameters, optimiser, last masks and random state back as they were after that step.
+        """Restore parameters, optimiser, last masks and random state as they were after that step.
 
-        Raises `UserError` for other data, or when the files are unreadable or of another model.
+        Raises `UserError` for other data, and for files that are unreadable or of another model.
         """
         saved_steps.check_state(checkpoint, self.data_identity)
-        # What `tensors` names only after a first step.
+        # `tensors` names these only after a first step.
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 step = torch.tensor(float(checkpoint.step), device=local_rows(parameter).device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules: the learning rate, how much the mask keeps, and how much of the forward is quantised. Steps
+"""Schedules of a run: learning rate, weight decay, kept weights and share of quantised values. Steps
 count from 1."""
 
 import math
@@ -10,7 +10,7 @@ from sparse_bitnet.training.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of optimiser step `step`, 1 <= step <= config.steps.
+    """Return the learning rate of optimiser step `step`, 1 <= step <= config.steps.
 
     Linear warm-up to the peak, then a cosine to `final_learning_rate_fraction` of it, or (wsd) the peak
     until the last `decay_fraction` of the steps and a straight line down.
@@ -28,13 +28,13 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def weight_decay_factor(config: TrainConfig, step: int) -> float:
-    """Weight decay of optimiser step `step` over the first."""
+    """Return the weight decay of optimiser step `step` relative to the first."""
     return 1 + (config.final_weight_decay_fraction - 1) * (step - 1) / max(1, config.steps - 1)
 
 
 def format_of(config: TrainConfig) -> SparseBitConfig:
-    """The parsed format. Raises `UserError` where it and `sparse_fraction` both say when masks begin, and
-    as `phase`."""
+    """Return the parsed format. Raises `UserError` if both it and `sparse_fraction` say when masks
+    begin, and as `phase`."""
     format = SparseBitConfig.parse(config.format)
     if config.sparse_fraction != 1 and format.schedule != REGISTERED["schedule"]:
         raise UserError(
@@ -46,9 +46,10 @@ def format_of(config: TrainConfig) -> SparseBitConfig:
 
 
 def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int, float]:
-    """How many of every m weights step `step` keeps, and the share of quantised values in its forward.
+    """Return how many of every m weights step `step` keeps, and the share of quantised values in its
+    forward.
 
-    Raises `UserError` for a schedule that gives impossible ones.
+    Raises `UserError` for a schedule that returns impossible values.
     """
     n, m = format.pattern.n, format.pattern.m
     if format.schedule == REGISTERED["schedule"]:

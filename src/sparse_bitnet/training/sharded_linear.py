@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SparseBitLinear whose weight is split by rows over processes, and what travels between them.
+"""A SparseBitLinear whose weight is split by rows over processes, and the all-gather between them.
 
-Through the all-gather extension of PyTorch's `fully_shard` (a tensor subclass with
-`fsdp_pre_all_gather` and `fsdp_post_all_gather`) a ternary layer sends its packed codes instead of its
-weights, 2 bits each, and a full-precision one its masked weights in the compute type, as does one whose
-quantiser has several scales a matrix or whose schedule blends. Groups of the N:M pattern lie along rows
-and rows stay whole, so mask and codes are computed where the master rows are; only the ternary scale
-needs all shards. `selected_shards` computes it for all layers with one sum per step.
+The all-gather extension of PyTorch's `fully_shard` (a tensor subclass with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`) lets a ternary layer send packed codes, 2 bits per weight, instead of its
+weights. A layer with full precision, several scales per matrix or a schedule that blends sends effective
+weights in the compute type. Groups of the N:M pattern lie along rows and rows stay whole, so mask and
+codes are computed where the master rows are; only the ternary scale needs all shards. `selected_shards`
+computes it for all layers with one sum per step.
 
 The gathered parameter has no values: autograd needs its shape and type alone, since the straight-through
 products read the codes and return the gradient of the effective weight.
@@ -34,11 +34,11 @@ from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Matrix
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the processes that hold the shards of one model."""
+"""A function that sums a tensor over the processes that hold the shards of one model."""
 
 
 class ShardedSparseBitLinear(SparseBitLinear):
-    """A `SparseBitLinear` that selects on this process's rows and computes with everybody's.
+    """A `SparseBitLinear` that selects on this process's rows and multiplies with all rows.
 
     `mask`, its flips and the codes are those of the own rows. Forwards are possible only inside
     `selected_shards`. Made from a whole layer by `prepare_linears_`.
@@ -48,17 +48,17 @@ class ShardedSparseBitLinear(SparseBitLinear):
     shared_scale: Tensor | None
     packed: Tensor | None
     gathered: Tensor | None
-    """[out_features, width], of all processes, once it is there."""
+    """Codes or weights [out_features, width] of all processes, once gathered."""
     reduce: Reduce
 
     @property
     def rows(self) -> Tensor:
-        """`local_rows` of the master weight."""
+        """The `local_rows` of the master weight."""
         return local_rows(self.weight)
 
     @torch.no_grad()
     def scale_parts(self) -> Tensor:
-        """float64 [2], own rows only: sum and count of the magnitudes whose mean is the scale."""
+        """Return float64 [2] of the own rows: sum and count of the magnitudes whose mean is the scale."""
         rows = self.rows
         if self.config.scale_source == "masked" and not self.dense_phase:
             n, m = self.config.pattern.n, self.config.pattern.m
@@ -67,7 +67,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
         return torch.stack([abs_sum(rows), count])
 
     def _source(self) -> tuple[Tensor, Tensor | None]:
-        """The own rows, and the scale of all."""
+        """Return the own rows, and the scale of the whole matrix."""
         return self.rows, self.shared_scale
 
     def _matrix(self) -> Matrix:
@@ -92,7 +92,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
         super().select_()
         codes, scale = self.selection.codes, self.selection.weight_scale
         self.packed = None
-        # Without one scale, or in a run that blends at times, effective weights travel throughout.
+        # Without a single scale, or if the run ever blends, effective weights are always sent.
         if codes is not None and scale is not None and scale.dim() == 0:
             blends = self.config.variant("schedule").blends
             self.packed = None if blends else pack_codes(codes)
@@ -103,13 +103,13 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
     @property
     def is_selected(self) -> bool:
-        # The parameter is another object while it is gathered: the optimiser's steps have to do.
+        # The parameter is another object while it is gathered: compare only the optimiser's steps.
         made_for = self._made_for
         return bool(self.current and made_for and made_for[2] == selections.optimizer_steps)
 
     @property
     def selection(self) -> Selection:
-        """The step's, of the own rows; forwards and gathers are possible only with one."""
+        """The step's selection of the own rows; forwards and gathers need one."""
         assert self.current is not None, "used outside selected_shards"
         return self.current
 
@@ -139,7 +139,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
     @torch.no_grad()
     def mask_gradient_(self) -> None:
-        """Zero the reduced gradient of the own rows where the config gives the weight none.
+        """Zero the reduced gradient of the own rows at positions to which the config gives none.
 
         The mask is the same for all processes and micro-batches, so it can be applied to their sum.
         """
@@ -149,7 +149,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
 
 
 class RowShard(Tensor):
-    """Rows of a layer's master weight, which tell `fully_shard` what to gather instead of them."""
+    """Rows of a layer's master weight; `fully_shard` gathers their codes instead."""
 
     rows: Tensor
     layer: ShardedSparseBitLinear
@@ -180,7 +180,7 @@ class RowShard(Tensor):
 
         plain_args, plain_kwargs = tree_map_only(RowShard, unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        # By these `fully_shard` and autograd cut and hold shards; all else gives plain tensors.
+        # `fully_shard` and autograd use these to cut and hold shards; any other op returns plain tensors.
         if func in _KEEPING:
             return tree_map_only(Tensor, lambda part: cls(part, layer[0]), result)
         return result
@@ -188,14 +188,14 @@ class RowShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """Return the one tensor that `fully_shard` gathers, and no metadata.
 
-        With its longer signature `fully_shard` insists on a tensor of the padded weight's own shape where
+        With its longer signature `fully_shard` requires a tensor of the padded weight's own shape if
         rows do not divide evenly; this one leaves the shape to us.
         """
         layer, shards = self.layer, mesh.size()
         part = layer.packed  # codes, or effective weights
         if part is None:
             part = layer.selection.effective(layer.rows).to(layer.compute_dtype)
-        # All shards are sent as long as the longest; the surplus is cut off after the gather.
+        # All shards are padded to the longest; the padding is cut off after the gather.
         part = F.pad(part, (0, 0, 0, -(-layer.out_features // shards) - part.shape[0]))
         return (part.contiguous(),), None
 
@@ -207,7 +207,7 @@ class RowShard(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Hands what was gathered to the layer; returns the parameter that stands for it."""
+        """Give the gathered tensor to the layer; return the parameter that stands for it."""
         layer = self.layer
         (gathered,) = all_gather_outputs
         layer.gathered = gathered[: layer.out_features]
@@ -230,8 +230,8 @@ _KEEPING = {
 
 
 class GatheredWeight(Tensor):
-    """Shape and type of a whole weight, for `fully_shard`, which strides it as the parameter: that is one
-    number, repeated, to which autograd attaches gradients and which a compiler can trace."""
+    """Shape and type of a whole weight, for `fully_shard`. Its values are one repeated number, to which
+    autograd attaches gradients and which a compiler can trace."""
 
     @staticmethod
     def __new__(
@@ -249,7 +249,8 @@ class GatheredWeight(Tensor):
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """This process's rows of a parameter or optimiser state, a plain tensor that shares its memory."""
+    """Return this process's rows of a parameter or optimiser state, a plain tensor that shares its
+    memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.rows if isinstance(local, RowShard) else local.detach()
 
@@ -269,7 +270,7 @@ def prepare_linears_(module: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def sharded(layers: Iterable[SparseBitLinear]) -> list[ShardedSparseBitLinear]:
-    """Those of a model's layers that are, in their order."""
+    """Return the sharded layers among a model's layers, in their order."""
     return [layer for layer in layers if isinstance(layer, ShardedSparseBitLinear)]
 
 
@@ -277,10 +278,10 @@ def sharded(layers: Iterable[SparseBitLinear]) -> list[ShardedSparseBitLinear]:
 def selected_shards(
     layers: Collection[SparseBitLinear], reduce: Reduce, reduce_inputs: Reduce | None = None
 ) -> Iterator[None]:
-    """`selected` of a model that may be sharded: then every process selects on its rows, with one
+    """`selected` for a model that may be sharded: then every process selects on its rows, with one
     common scale.
 
-    The sums and counts of all layers are reduced together, once; float64, so that parts of any size
+    The sums and counts of all layers are reduced together, once, in float64, so that shards of any size
     add up to the float32 scale of the whole matrix (see `absmean`). Registered quantisers reduce by
     themselves; `reduce_inputs` sums over all processes of the run.
     """

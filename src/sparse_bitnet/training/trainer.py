@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run, from its config to its result: plain PyTorch, one optimiser step after another, resumable at any
-of them.
+"""A training run from its config to its result: plain PyTorch, resumable at every step.
 
-`train` gathers the processes, opens the data and takes the folder; `Trainer` builds the model, continues
-from the newest checkpoint and goes through the steps. Read from top to bottom.
+`train` starts the processes, opens the data and locks the folder; `Trainer` builds the model, resumes
+from the newest checkpoint and runs the steps. Read from top to bottom.
 """
 
 import importlib.util
@@ -84,9 +83,9 @@ def train(
         on_step: called after every step with its metrics and timing in one dict, in the first process.
         shard, timeout_seconds: how several processes share the work, see `open_world`.
 
-    Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a process of the run
-    that is gone; `Interrupted` after SIGINT or SIGTERM, when a checkpoint of the last whole step is on
-    the disk. Input that is refused leaves no trace in the folder.
+    Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a lost process;
+    `Interrupted` after SIGINT or SIGTERM, once a checkpoint of the last whole step is on the disk.
+    Refused input leaves no trace in the folder.
     """
     schedule.format_of(config)
     with ExitStack() as held:
@@ -104,7 +103,8 @@ def train(
 def _take_folder(
     config: TrainConfig, text: TokenDataset, held_out: Windows, held: ExitStack
 ) -> RunResult | None:
-    """Hold the run folder for this process, until `held` ends; the result if the run is finished."""
+    """Lock the run folder for this process until `held` ends; return the result if the run is
+    finished."""
     run, data = Path(config.out), _identity(text, held_out)
     if (finished := check_run(run, config, data)) is not None:
         return finished
@@ -128,7 +128,7 @@ def _identity(text: TokenDataset, held_out: Windows) -> dict[str, Any]:
 
 
 class Trainer:
-    """One run in memory, from its newest checkpoint on: data, model, optimiser, sinks.
+    """One run in memory, from its newest checkpoint on: data, model, optimiser, metrics files.
 
     Each process of the run has one; losses, norms and decisions are the same in all of them.
     """
@@ -141,7 +141,8 @@ class Trainer:
         world: World,
         on_step: OnStep | None = None,
     ) -> None:
-        """Build all of it, and continue from the newest checkpoint; the folder is this process's.
+        """Build model and optimiser, and resume from the newest checkpoint; this process owns the
+        folder.
 
         Raises `UserError` for a config that cannot be trained, before anything is written.
         """
@@ -161,7 +162,7 @@ class Trainer:
             )
             self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
             self.build = partial(initial_model, config, self.format, text, self.tokenizer)
-            # Of a model that will be split only the first process makes the values.
+            # Only the first process makes the values of a model that will be split.
             whole = self.build() if world.is_main else None
             self.model = self.build(meta=True) if world.mesh else cast(Any, whole)
             if world.mesh:
@@ -212,7 +213,7 @@ class Trainer:
                 self.sinks.append(metrics.TensorBoard(self.run / "tensorboard", self.start))
 
     def _check_learnt(self) -> None:
-        """Say what conversations do not teach. Raises `UserError` when no step learns anything."""
+        """Print which conversations teach nothing. Raises `UserError` when no step learns anything."""
         cut, dataset = self.loader.cut, self.loader.dataset
         epoch = self.loader.windows // self.config.batch_size + 2
         if not any(map(self.loader.learnt, range(min(self.config.steps, epoch)))):
@@ -229,7 +230,7 @@ class Trainer:
             )
 
     def run_to_end(self) -> RunResult:
-        """Go through the steps that are left. Raises `Interrupted` and `UserError` as `train` does."""
+        """Run the remaining steps. Raises `Interrupted` and `UserError` as `train` does."""
         config, row = self.config, {}
         try:
             if isinstance(self.loss, DistillationLoss) and self.start == 0:
@@ -241,7 +242,7 @@ class Trainer:
                     if config.validation_every and step % config.validation_every == 0 and not last:
                         self._write(self._validate(step))
                     due = config.checkpoint_every and step % config.checkpoint_every == 0
-                    # Several processes have to agree, and do so in the sums of a step.
+                    # Several processes agree on stopping through the sums of a step.
                     stopping = self.stop.is_set() if self.world.size == 1 else self.stops > 0
                     if due or last or stopping:
                         self.checkpoints.save(step)
@@ -279,7 +280,7 @@ class Trainer:
             self.checkpoints.parameters.values(), config.gradient_clip or float("inf")
         )
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        # The one moment of a step at which the host waits for the device.
+        # The only place in a step where the host waits for the device.
         figures = torch.cat([total, norm.double().view(1), counts.double().flatten()]).tolist()
         loss, divergence, self.stops, norm = figures[:4]
         self._check_finite(step, loss, norm)
@@ -314,10 +315,10 @@ class Trainer:
         return row
 
     def _forward_backward(self, step: int) -> Tensor:
-        """Make the gradients of the mean loss over the predictions that count in the whole step.
+        """Compute the gradients of the mean loss over all predictions that count in the step.
 
-        Returns float64 [3], the same in all processes: that loss, the mean divergence from a teacher,
-        and how many of them a signal asks to stop.
+        Returns float64 [2], the same in all processes: that loss, and how many processes got a signal to
+        stop.
         """
         config = self.config
         micro = config.micro_batch_size or config.batch_size
@@ -362,7 +363,7 @@ class Trainer:
 
     def _validate(self, step: int, loss: SummedLoss | None = None) -> dict[str, Any]:
         """Score the held-out windows by the run's loss, or another one."""
-        # Compiled once more, for another batch and without gradients, it would take longer.
+        # Compiling again, for another batch size and without gradients, would take longer.
         with torch.compiler.set_stance("force_eager"):
             mean, tokens = validation_loss(
                 self.loss if loss is None else loss,
@@ -396,7 +397,7 @@ class Trainer:
         )
 
     def _finish(self, row: dict[str, Any]) -> RunResult:
-        # What is stored computes in the format, whatever the last step did.
+        # The stored model uses the full format, whatever phase the last step was in.
         set_phase_(self.layers.values(), None)
         zero_fraction = row["zero_fraction"]
         if not row["sparse"]:
