@@ -7,7 +7,7 @@ them comparable.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
@@ -213,32 +213,45 @@ def find_scale(name: str) -> Scale:
 
 @dataclass(kw_only=True)
 class QuickstartConfig(DenseLayersOption):
-    """Train the paper's four models on real text, compare them, and write a report."""
+    """Train the paper's four models (full-precision or ternary, dense or sparse) on real text, compare
+    their perplexity, and write a report. The same command resumes a stopped quickstart."""
+
+    MOST_USED: ClassVar = (
+        "out",
+        "steps",
+        "seeds",
+        "pattern",
+        "model",
+        "source",
+        "workers",
+        "prompt",
+    )
+    GROUPS: ClassVar = {"dense_layers": "recipe"}
 
     out: str = "quickstart"
-    """Folder of data, models, results and report. A stopped quickstart in it is continued."""
+    """Folder for data, models, results and report."""
 
     steps: int = 500
-    """Optimiser steps of each model. The defaults show a small model many tokens, three a weight: one
-    that has seen few does not miss what the mask removes."""
+    """Number of optimiser steps per model. By default a model sees about three tokens per weight; after
+    far fewer, sparsity costs nothing yet."""
 
     seeds: int = 1
-    """Train this many seeds and report their spread; each takes as long again."""
+    """Number of seeds; several show the spread, and each adds the same time."""
 
     pattern: str = "6:8"
     """N:M pattern of the sparse models."""
 
     model: str = "qwen2.5-0.3m"
-    """Preset (`sparse-bitnet models` lists them)."""
+    """Preset name (`sparse-bitnet models` lists them)."""
 
     source: str = "python-stdlib"
     """Text to train on: python-stdlib, python-packages, a path or glob, or a hub data set."""
 
     vocab_size: int = 1024
-    """Tokens of the byte-level BPE trained on that text."""
+    """Number of tokens of the byte-level BPE tokenizer trained on that text."""
 
     batch_size: int = 8
-    """Sequences per step."""
+    """Sequences per optimiser step."""
 
     sequence_length: int = 256
     """Tokens per sequence."""
@@ -247,7 +260,7 @@ class QuickstartConfig(DenseLayersOption):
     """Peak learning rate of all four models."""
 
     workers: int | None = None
-    """Models trained at once, one thread each. Default: one for each core."""
+    """Number of models trained at the same time, one thread each. Default: one for each core."""
 
     prompt: str = "def read(self, "
     """Text that the sparse ternary model continues at the end."""

@@ -192,5 +192,5 @@ def test_none_is_a_value_of_what_may_be_none():
     assert parse(Config, ["--stride", "None"], prog="p", default=default).stride is None
     assert parse(Config, ["--shape", "1", "2"], prog="p", default=default).shape == (1, 2)
     assert parse(Config, [], prog="p", default=default) == default
-    with pytest.raises(UserError, match=r"^steps=0: must be above 0; see p --help$"):
+    with pytest.raises(UserError, match=r"^--steps 0: must be above 0; see p --help$"):
         parse(Config, ["--steps", "0"], prog="p")

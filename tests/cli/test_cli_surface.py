@@ -43,17 +43,20 @@ def test_version():
 BAD_INPUT = [
     (["trian"], "unknown command 'trian' (did you mean train?)"),
     (["train", "--steps", "x"], "--steps: 'x' is not a whole number"),
-    (["train", "--recipe", "papr"], "recipe 'papr' is unknown"),
+    (["train", "--recipe", "papr"], "--recipe 'papr': choose one of"),
     (["train", "--format", "ternary-9:8"], "9:8: needs 1 <= n <= m"),
     (["train", "--format", "binary"], "write ternary-n:m"),
     (["train", "--data", "nowhere"], "nowhere"),
     (["evaluate", "nowhere", "--data", "nowhere"], "nowhere"),
     (["generate", "nowhere"], "nowhere"),
     (["prepare", "nowhere/*.jsonl", "out", "--vocab-size", "300"], "nowhere/*.jsonl"),
-    (["evaluate", "x", "--data", "x", "--limit", "5"], "--limit is an option of --tasks"),
-    (["evaluate", "x", "--tasks", "x", "--max-tokens", "5"], "--max-tokens is an option of --data"),
+    (["evaluate", "x", "--data", "x", "--limit", "5"], "--limit has no effect without --tasks"),
+    (
+        ["evaluate", "x", "--tasks", "x", "--max-tokens", "5"],
+        "--max-tokens has no effect without --data",
+    ),
     (["evaluate", "x", "--data", "x", "--out", "no/folder.json"], "cannot write no/folder.json"),
-    (["import", "nowhere", "out", "--embeddings", "int8"], "give --packed-format"),
+    (["import", "nowhere", "out", "--embeddings", "int8"], "without --packed-format"),
     (["reproduce", "all", "tabel2", "--dry-run"], "experiment 'tabel2' is unknown"),
     (["reproduce", "--dry-run", "--workers", "0"], "--workers 0: must be at least 1"),
     (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
@@ -69,9 +72,16 @@ BAD_INPUT = [
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "it has no tokenizer.json"),
 ]
 BAD_OPTIONS = [
-    (["train", "--steps", "0"], "steps=0: must be above 0"),
+    (["train", "--steps", "0"], "--steps 0: must be above 0"),
+    (["generate", "x", "--top-p", "2"], "--top-p 2.0: must be 0 to 1; see sparse-bitnet generate"),
+    (["pack", "run", "--out", "x"], "--out is not an option: write OUT without it"),
+    (
+        ["pack", "run", "--format", "b3"],
+        "--format is not an option (did you mean --packed-format?)",
+    ),
+    (["export", "run", "--format", "x"], "--format is not an option (did you mean --to?)"),
     (["train", "--stepz", "1"], "--stepz"),
-    (["export", "run", "out"], "required: --to; see sparse-bitnet export --help"),
+    (["export", "run", "out"], "--to is missing; see sparse-bitnet export --help"),
     (["train", "--lr", "1"], "--lr is not an option (did you mean --learning-rate?)"),
     (["train", "--recip", "paper"], "--recip is not an option (did you mean --recipe?)"),
     (["train", "--out", ""], "--out: it is empty"),
@@ -79,7 +89,7 @@ BAD_OPTIONS = [
     (["serve", "x", "-n", "y"], "--max-tokens: 'y' is not a whole number"),
     (["chat", "x", "-p", "y"], "-p is not an option (did you mean --system?)"),
     (["serve", "x", "-p", "1"], "-p is not an option (did you mean --port?)"),
-    (["bench", "--model", "x"], "--model is not an option: write [MODEL] without it"),
+    (["bench", "--model", "x"], "--model is not an option: write MODEL without it"),
     (["bench", "-m", "x", "-p", "y"], "--prefill: 'y' is not a whole number"),
     (["help", "generat"], "unknown command 'generat' (did you mean generate?)"),
     (["help", "nonsense"], "unknown command 'nonsense'; "),
@@ -87,7 +97,7 @@ BAD_OPTIONS = [
     (["TRAIN"], "unknown command 'TRAIN' (did you mean train?)"),
     ([""], "unknown command ''; "),
     (["distill", "--steps", "1", "teacher"], "OUT is missing; see sparse-bitnet distill --help"),
-    (["distill", "teacher", "out", "--model", "x"], "--model is not an option"),
+    (["distill", "x", "out", "--model", "x"], "--model is not an option: write TEACHER without it"),
 ]
 LIGHT = "import sys; assert not {'torch', 'transformers'} & {*sys.modules}"
 

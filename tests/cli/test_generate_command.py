@@ -105,7 +105,7 @@ def test_an_empty_prompt_starts_a_text(folder, capsys):
     output = capsys.readouterr()
     assert output.out.strip()
     assert "prompt 1 tokens" in output.err
-    assert "text 5 tokens" in output.err
+    assert "generated 5 tokens" in output.err
     assert "tokens/s" in output.err
     assert output.err.strip().endswith("ended by length; engine transformers")
 
@@ -128,7 +128,7 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
     [
         (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-        (["--prompt", "a", "--top-p", "2"], "top_p=2"),
+        (["--prompt", "a", "--top-p", "2"], "--top-p 2"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
         (["--prompt", "a", "--max-tokens", "5000"], "the context holds 4,096"),
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),

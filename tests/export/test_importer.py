@@ -293,7 +293,7 @@ def test_dense_checkpoints_and_missing_folders_are_refused(
 
 def test_the_command(w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["import", str(w2a8), str(tmp_path / "back")])
-    assert "14 layers of compressed-tensors pack-quantized as ternary-6:8" in " ".join(
+    assert "14 ternary layers, read from compressed-tensors pack-quantized, written as" in " ".join(
         capsys.readouterr().out.split()
     )
     shutil.rmtree(tmp_path / "back")

@@ -211,10 +211,10 @@ def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys
     assert texts[0].out == texts[1].out == texts[2].out
     assert "accepted" in texts[2].err
     for more, words in (
-        (["--draft", str(other)], "its tokenizer is not that of the model"),
+        (["--draft", str(other)], "its tokenizer differs from the model's"),
         (["--draft", str(tmp_path)], "neither a run folder"),
         (["--draft", str(tmp_path / "none")], "no such checkpoint"),
-        (["--draft", str(draft), "--engine", "transformers"], "--draft is an option of the CPU"),
+        (["--draft", str(draft), "--engine", "transformers"], "--draft needs the CPU engine"),
         (["--draft", str(draft), "--speculative-tokens", "0"], "leave out"),
         (["--speculative-tokens", "64"], "0 to 63"),
     ):

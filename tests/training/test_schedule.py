@@ -47,7 +47,7 @@ def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
     steps = [a - b for a, b in pairwise(values[79:])]
     assert steps == pytest.approx([0.9 / 20] * 20)
     assert set(rates(dataclasses.replace(config, decay_fraction=0.0))[9:]) == {1.0}
-    with pytest.raises(UserError, match="above 1 together"):
+    with pytest.raises(UserError, match="add up to more than 1"):
         dataclasses.replace(config, decay_fraction=0.95)
 
 

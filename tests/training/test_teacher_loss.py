@@ -280,7 +280,7 @@ def test_an_unfinished_cache_goes_on(
     [
         (
             {"relations_weight": 1.0, "logit_cache": "c"},
-            "relations_weight needs the teacher itself",
+            "--relations-weight needs the teacher in memory",
         ),
         (
             {"relations_weight": 1.0, "relations_layer": 7},
@@ -288,12 +288,12 @@ def test_an_unfinished_cache_goes_on(
         ),
         ({"relations_weight": 1.0, "compile": "on"}, "takes neither compile nor"),
         ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
-        ({"teacher": None, "logit_cache": "c"}, "does nothing without teacher: give --teacher"),
+        ({"teacher": None, "logit_cache": "c"}, "has no effect without --teacher: add"),
         (
             {"logit_cache": "c", "logits_weight": 0.0},
-            "logit_cache=c does nothing without logits_we",
+            "logit_cache=c has no effect without --logits-we",
         ),
-        ({"ce_weight": 0.0, "logits_weight": 0.0, "temperature": 2.0}, "nothing is learnt"),
+        ({"ce_weight": 0.0, "logits_weight": 0.0, "temperature": 2.0}, "are all 0"),
         ({"teacher": "nothing/here/at-all"}, "no such checkpoint: no folder nothing/here/at-all"),
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
     ],
@@ -312,7 +312,7 @@ def test_sub_norms_of_other_families() -> None:
     for other in (tiny_model("qwen3"), windows):
         with pytest.raises(UserError, match="is not a plain llama or qwen2 model"):
             with_sub_norms(other)
-    with pytest.raises(UserError, match="does nothing without init: give --init"):
+    with pytest.raises(UserError, match="has no effect without --init: add"):
         TrainConfig(sub_norms=True)
     assert build_model("qwen2.5-1m", SparseBitConfig()).config.model_type == "qwen2"
 

@@ -21,12 +21,12 @@ class BenchOptions:
     GROUPS: ClassVar = {"pattern": "random weights", "weight_format": "engine", "prefill": "sizes"}
 
     model: Annotated[str, "[MODEL]"] = "qwen2.5-1.5b"
-    """Model to measure: a packed folder, or a preset or published shape (bitnet-2b4t, qwen3-8b) with
-    random weights."""
+    """Model to measure: a packed folder; or, with random weights, a preset (`sparse-bitnet models` lists
+    them), bitnet-2b4t or qwen3-8b."""
 
     pattern: tuple[str, ...] = ("6:8",)
-    """N:M patterns of the random weights, one model each; 8:8 is dense. With " binary" after the pattern,
-    only the weights that it drops are zero (quantizer=binary)."""
+    """N:M patterns of the random weights, one model each; 8:8 is dense. "6:8 binary": no kept weight is
+    zero (quantizer=binary)."""
 
     weight_format: tuple[WeightFormat, ...] = ("auto",)
     """Run-time formats of the weights to measure."""
@@ -35,32 +35,32 @@ class BenchOptions:
     """Run-time format of the output head."""
 
     kv_cache: Literal["float32", "float16", "int8", "int4"] = "float16"
-    """Data type of cached keys and values."""
+    """Data type of the KV cache."""
 
     isa: tuple[str, ...] = ("",)
-    """Instruction sets to measure: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2,
-    i8mm, neon, generic. Default: the best."""
+    """Instruction sets to measure: amx_int8, avx512vbmi, avx512vnni, avx512, avxvnni, avx2, i8mm, neon or
+    generic. Default: the fastest that this machine has."""
 
     threads: tuple[int, ...] = tuple(sorted({1, available_cores()}))
     """Thread counts to measure."""
 
     prefill: tuple[int, ...] = (128, 512, 2048)
-    """Prompt lengths in tokens, limited to the model's context length."""
+    """Prompt lengths to measure prefill with, in tokens; at most the model's context length."""
 
     contexts: tuple[int, ...] = (0, 2048)
-    """Cached tokens before the decoded ones, limited to the room in the model's context length."""
+    """Context lengths to measure decode with: tokens in the KV cache at the start."""
 
     batches: tuple[int, ...] = (1, 8, 32)
-    """Batch sizes: numbers of sequences that decode together."""
+    """Batch sizes to measure decode with: number of sequences that decode together."""
 
     steps: int = 16
-    """Decode steps in one measurement."""
+    """Number of decode steps per measurement."""
 
     rounds: int = 5
     """Number of repetitions of every measurement; the median is reported."""
 
     quick: bool = False
-    """Measure only two prompt lengths and one sequence without context: all threads, three rounds."""
+    """Measure less: two prompt lengths, decode of one sequence without context, all threads, 3 rounds."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` for sizes that cannot be measured."""
@@ -79,25 +79,25 @@ class GpuBenchOptions:
     """Phase to measure: prefill, decode, train or all three."""
 
     model: str = "qwen2.5-3b"
-    """Preset whose shape the model has."""
+    """Preset of the model's size (`sparse-bitnet models` lists them)."""
 
     pattern: tuple[str, ...] = ("6:8", "2:4")
     """N:M patterns of the ternary weights."""
 
     tokens: tuple[int, ...] = ()
-    """Prompt lengths of prefill, sequence length of train. Default: the paper's, and 2048 for train."""
+    """Prompt lengths of prefill, or sequence length of train. Default: the paper's, or 2048 for train."""
 
     batch: tuple[int, ...] = ()
     """Batch sizes. Default: the paper's for decode; for train 4, or fewer if memory is short."""
 
     context: int = 512
-    """Cached tokens before the decoded ones."""
+    """Context length of decode: tokens in the KV cache at the start."""
 
     rounds: int = 7
     """Number of interleaved measurements of each variant; the median is reported."""
 
     rehearse: bool = False
-    """Run the same steps on the CPU with a tiny model. The numbers say nothing about speed."""
+    """Try the command on the CPU with a tiny model; the numbers mean nothing."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` for sizes that cannot be measured."""

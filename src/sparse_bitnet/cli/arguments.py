@@ -38,15 +38,16 @@ _SHORT = {
 """Our options with llama.cpp's short name, which the commands in `_TAKES_SHORT` read."""
 _TAKES_SHORT = ("generate", "chat", "serve", "bench")
 _ELSEWHERE = {
-    **{"-m": ("CHECKPOINT", "--model"), "--model": ("CHECKPOINT", "[MODEL]")},
+    **{"-m": ("CHECKPOINT", "--model"), "--model": ("CHECKPOINT", "[MODEL]", "TEACHER")},
+    **{"--teacher": ("TEACHER",), "--format": ("--packed-format", "--to", "--weight-format")},
     **{"-p": ("--prompt", "--system", "--port"), "-n": ("--max-tokens", "--steps")},
     **{"-t": ("--threads",), "-c": ("--context-length",), "--ctx-size": ("--context-length",)},
     **{"--n-predict": ("--max-tokens",), "--max-new-tokens": ("--max-tokens",)},
     **{"--temp": ("--temperature",), "--system-prompt": ("--system",), "-s": ("--seed",)},
     **{"--lr": ("--learning-rate",), "--epochs": ("--steps",), "--max-steps": ("--steps",)},
-    **{"-o": ("OUT", "--out"), "--output": ("OUT", "--out"), "--output-dir": ("OUT", "--out")},
+    **dict.fromkeys(("-o", "--out", "--output", "--output-dir"), ("OUT", "[OUT]", "--out")),
 }
-"""Options of llama.cpp and transformers, each with those of ours that an error names instead."""
+"""Options of other commands and tools, each with those of ours that an error names instead."""
 _MAY_BE_EMPTY = ("prompt", "system", "stop", "regex", "dense_layers", "api_key")
 """Options that may be empty; an empty value of any other is taken for a shell's unset variable."""
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -60,7 +61,8 @@ _METAVARS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message.removeprefix("argument "))
+        lacking = re.sub(r"the following arguments are required: (.*)", r"\1 is missing", message)
+        raise UserError(lacking.removeprefix("argument "))
 
 
 @dataclass
@@ -127,7 +129,8 @@ class _Argument:
         given = left[:] if is_tuple else left[:1]
         del left[: len(given)]
         if not given or not all(given):
-            raise UserError(f"{self.shown} is {'empty' if given else 'missing'}")
+            name = self.shown.strip("[].").rstrip()
+            raise UserError(f"{name} is {'empty' if given else 'missing'}")
         kind = get_args(self.kind)[0] if is_tuple else self.kind
         return [kind(word) for word in given] if is_tuple else kind(given[0])
 
@@ -206,11 +209,14 @@ def parse(
         }
         if isinstance(target, type):
             return _built(target, values, default)
+        for name, hint in get_type_hints(target).items():
+            if dataclasses.is_dataclass(hint):
+                values[name] = _built(hint, values)
     except UserError as error:
-        raise UserError(f"{error}; see {prog} --help") from None
-    for name, hint in get_type_hints(target).items():
-        if dataclasses.is_dataclass(hint):
-            values[name] = _built(hint, values)
+        # Fields as the options that they are: steps=0 as --steps 0.
+        typed = {f"{each.name}=": f"{each.shown} " for each in known}
+        text = re.sub(r"(?<!\S)\w+=", lambda field: typed.get(field[0], field[0]), str(error))
+        raise UserError(f"{text}; see {prog} --help") from None
     return target(
         **{name: values[name] for name in inspect.signature(target).parameters if name in values}
     )
@@ -252,7 +258,7 @@ def _hint(name: str, names: list[str]) -> str:
     meant = next((each for each in _ELSEWHERE[name] if each in names), "")
     if meant.startswith("--"):
         return f" (did you mean {meant}?)"
-    return meant and f": write {meant} without it"
+    return meant and f": write {meant.strip('[]')} without it"
 
 
 def _help_text(argument: _Argument) -> str:

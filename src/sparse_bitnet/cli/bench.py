@@ -18,12 +18,12 @@ def main(arguments: list[str]) -> None:
 
 
 def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
-    """Speed of the CPU engine on a model of a preset's shape with random weights, or on yours.
+    """Measure how fast the CPU engine runs a packed model, or a preset with random weights.
 
-    Decode is given as a share of the memory's speed, prefill of the int8 multiply-adds', both
-    measured in the same run. Keep the machine otherwise idle.
+    The table compares decode with the machine's memory bandwidth and prefill with its int8
+    throughput, both measured in the same run. Keep the machine otherwise idle.
 
-    `bench gpu` measures on an NVIDIA GPU instead.
+    `sparse-bitnet bench gpu --help`: the same for an NVIDIA GPU.
 
     Args:
         options: what to measure.
@@ -50,17 +50,17 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
         console.print(f"other processes used {share:.0%} of the processors")
     if out is not None:
         append_records(out, rows, where)
-        console.print(f"written to {out}")
+        console.print(f"{out}: {len(rows)} rows added")
 
 
 def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
-    """Prefill, decode and training on this GPU: rows and one page in a folder.
+    """Measure prefill, decode and training on an NVIDIA GPU (the paper's Table 3).
 
-    The same command continues with what is missing or failed.
+    After an interruption or a failure, the same command measures what is missing.
 
     Args:
         options: what to measure.
-        out: Folder for the rows and index.html.
+        out: Folder to write rows.jsonl and index.html to.
     """
     import torch
 

@@ -35,64 +35,64 @@ class EvaluateConfig:
     }
 
     data: str | None = None
-    """Text to score: a folder written by `sparse-bitnet prepare` (its validation split), or a file or
-    glob of a kind that `prepare` reads (every document)."""
+    """Text to score: the validation split of a folder written by `sparse-bitnet prepare`, or all
+    documents of a file or glob that `prepare` could read."""
 
     chat: bool = False
-    """Read the documents of --data as conversations, like `prepare --chat`, and score what the assistant
-    says. Folders of prepared conversations are always scored so."""
+    """Read the documents of --data as conversations, like `prepare --chat`, and score only what the
+    assistant says. Folders of prepared conversations need no --chat."""
 
     tasks: Annotated[tuple[str, ...], APPENDED] = ()
     """lm-eval tasks, groups or tags to score instead of --data, separated by commas; `paper`: the paper's
     five zero-shot tasks."""
 
     include_path: str | None = None
-    """Folder of the paper's downloaded data sets (FOLDER/hellaswag, FOLDER/ai2_arc, FOLDER/piqa,
-    FOLDER/super_glue), or of your own lm-eval task files (.yaml); no network is needed."""
+    """Folder with data sets of the paper's tasks (FOLDER/hellaswag, FOLDER/ai2_arc, FOLDER/piqa,
+    FOLDER/super_glue), for use without a network, or with your own lm-eval task files (.yaml)."""
 
     fewshot: int = 0
     """Number of examples before each question of a task."""
 
     limit: int | None = None
-    """Number of questions to score per task, from the first; default: all."""
+    """Score only the first N questions of each task. Default: all."""
 
     context_length: int | None = None
     """Context length in tokens. Default: as in training, or 2048."""
 
     batch_size: int = 8
-    """Windows per forward pass."""
+    """Sequences per forward pass."""
 
     max_tokens: int = 0
-    """Number of tokens to score, from the first; 0: all."""
+    """Score only the first N tokens; 0: all."""
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """Compute type. auto: bf16 if the device has fast bf16 matrix products, else float32."""
+    """Data type to compute in. auto: bf16 if the device has fast bf16 matrix products, else float32."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
 
     engine: Literal["auto", "cpu", "transformers"] = "auto"
-    """Engine to use. cpu: packed models, and ternary ones of other tools, which it packs first.
-    transformers: anything that it can load. auto: cpu for packed models that it can run."""
+    """Inference engine. cpu runs packed models, and packs ternary models of other tools first.
+    transformers runs any model that it can load. auto: cpu for packed models that it can run."""
 
     threads: int | None = None
-    """Number of threads of the CPU engine. Default: one per core."""
+    """Number of compute threads (cpu). Default: one for each core."""
 
     head: Literal["stored", "int8", "int4"] = "stored"
-    """Output head format in the CPU engine."""
+    """Run-time format of the output head (cpu)."""
 
     kv_cache: Literal["float32", "float16", "int8", "int4"] = "float32"
-    """KV cache type in the CPU engine."""
+    """Data type of the KV cache (cpu)."""
 
     activations: Literal["auto", "token", "group"] = "auto"
-    """Inputs that share one scale of int8 activations in the CPU engine: see `generate --help`."""
+    """Granularity of the int8 activation scales (cpu); `generate --help` explains the choices."""
 
     column: str | None = None
     """Column that holds the text in .jsonl, .json, .csv and .parquet files. Default: "text", or
     "messages" for conversations."""
 
     out: str | None = None
-    """JSON file to write the result to as well; for tasks, in lm-eval's form."""
+    """JSON file to write the result to; results of tasks have lm-eval's layout."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
@@ -101,24 +101,24 @@ class EvaluateConfig:
         others, kind = (_OF_TEXT, "--data") if self.tasks else (_OF_TASKS, "--tasks")
         for name in others:
             if getattr(self, name) != getattr(type(self), name):
-                raise UserError(f"--{name.replace('_', '-')} is an option of {kind}")
+                raise UserError(f"--{name.replace('_', '-')} has no effect without {kind}")
         if self.engine == "cpu" and (self.device == "cuda" or self.precision == "bf16"):
             raise UserError(
-                "--engine cpu computes in float32 on the CPU: leave out --device and --precision"
+                "--engine cpu always computes in float32 on the CPU: leave out --device and --precision"
             )
 
 
 @command("evaluate")
 def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
-    """Held-out perplexity: the exact mean over all tokens, of the trained forward. With --tasks
-    accuracy on lm-eval's tasks.
+    """Measure perplexity on held-out text, exactly, over all its tokens; with --tasks, measure
+    accuracy on lm-eval's tasks instead.
 
     Args:
         checkpoint: Run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
         config: text or tasks to score, and the settings.
     """
     if bool(config.tasks) == bool(config.data):
-        raise UserError("give either --data, for perplexity, or --tasks")
+        raise UserError("give either --data (measures perplexity) or --tasks (measures accuracy)")
     if config.out:
         check_new_file(config.out)
     from sparse_bitnet.checkpoint.model_folder import is_gguf

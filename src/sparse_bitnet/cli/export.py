@@ -13,7 +13,7 @@ from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 def main(arguments: list[str]) -> None:
     """Export a checkpoint; exit code 2 when a verification is out of bounds."""
     lines = (f"- {name}: {summary} ({readers})" for name, (summary, readers) in FORMATS.items())
-    text = "Write a trained model in a format that other tools read.\n\n" + "\n".join(lines)
+    text = "Write a trained model in a format of another tool.\n\n" + "\n".join(lines)
     parse(run, arguments, prog="sparse-bitnet export", description=text)
 
 
@@ -21,7 +21,7 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
     """Export with a progress line, then print what was written and how the verification went.
 
     Args:
-        checkpoint: Run folder, or checkpoint folder of ours.
+        checkpoint: Run folder, checkpoint folder, or packed folder.
         out: New folder to write.
         config: format and options.
     """
@@ -43,7 +43,7 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
         print(f"note: {result.warning}")
     if result.verification is None:
         return
-    print("export against trained model")
+    print("verification: export compared with the trained model")
     for name, value in result.verification.rows():
         print(f"  {name:<16} {value}")
     if failures := result.verification.failures:
@@ -55,26 +55,25 @@ class ImportConfig:
     """How to read a ternary checkpoint of another tool."""
 
     pattern: str | None = None
-    """N:M pattern that the codes keep to, for example 6:8. Default: that of an export of ours, else
-    8:8 (dense)."""
+    """N:M pattern of the codes, for example 6:8. Default: the recorded pattern of a sparse-bitnet export,
+    else 8:8 (dense)."""
 
     packed_format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] | None = None
-    """Write the packed form in this format, or the best one with "auto", instead of masters."""
+    """Write a packed folder in this format, as `pack` does, instead of master weights to train from."""
 
     embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
-    """Precision of embeddings in the packed form: bf16, int8, float32, or ternary where they are; auto:
-    that, else bf16."""
+    """With --packed-format: data type of embedding and output head, as in `pack`."""
 
 
 @command("import")
 def import_(checkpoint: CheckpointArgument, out: OutArgument, config: ImportConfig) -> None:
-    """Read a ternary checkpoint of another tool: Hugging Face bitnet (packed, or BitNet b1.58
-    masters in bfloat16), compressed-tensors with ternary codes, MLX with two bits, floats that
-    are ternary, or a GGUF file with ternary weights.
+    """Convert a ternary checkpoint of another tool: Hugging Face bitnet (packed, or bfloat16 master
+    weights of BitNet b1.58), compressed-tensors with ternary codes, MLX with two bits, floating-point
+    weights that are ternary, or a GGUF file with ternary weights.
 
     Args:
-        checkpoint: Local folder of that checkpoint, or the .gguf file.
-        out: New folder to write, which `train --init`, `evaluate`, `generate` and `pack` take.
+        checkpoint: Folder or hub id of that checkpoint, or a .gguf file.
+        out: New folder to write, for `train --init`, `evaluate`, `generate` and `pack`.
         config: options.
     """
     from rich.console import Console
@@ -84,7 +83,7 @@ def import_(checkpoint: CheckpointArgument, out: OutArgument, config: ImportConf
     from sparse_bitnet.progress import Progress
 
     if config.packed_format is None and config.embeddings != "auto":
-        raise UserError("--embeddings is an option of the packed form: give --packed-format")
+        raise UserError("--embeddings has no effect without --packed-format: add that option")
     pattern = None if config.pattern is None else NMPattern.parse(config.pattern)
     with Progress(Console()) as lines:
         result = import_checkpoint(
@@ -95,4 +94,6 @@ def import_(checkpoint: CheckpointArgument, out: OutArgument, config: ImportConf
             embeddings=config.embeddings,
             on_progress=lines.line("importing", "MB", 1e6),
         )
-    print(f"{out}: {result.layers} layers of {result.kind} as {result.format}")
+    print(
+        f"{out}: {result.layers} ternary layers, read from {result.kind}, written as {result.format}"
+    )

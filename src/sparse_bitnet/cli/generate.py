@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from sparse_bitnet.cli.arguments import HIDDEN, CheckpointArgument, command
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.errors import UserError, check_least, library_errors_as, os_errors_as
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TextOptions(SamplingOptions):
     GROUPS: ClassVar = {"temperature": "sampling", "json_schema": "structured output"}
 
     temperature: float = 0.8
-    """Sampling temperature; 0 always takes the most likely token."""
+    """Sampling temperature; 0: greedy, always the most likely token."""
 
     top_p: float = 0.95
     """Sample from the smallest set of most likely tokens with this total probability."""
@@ -40,19 +40,19 @@ class TextOptions(SamplingOptions):
     """Stop strings: the text ends before the first of them."""
 
     json_schema: str | None = None
-    """Structured output: JSON of this schema (a file, or the schema itself); {} for any JSON."""
+    """Structured output: JSON that satisfies this schema (a file, or the schema itself); {}: any JSON."""
 
     regex: str | None = None
-    """Structured output: the whole text matches this regular expression."""
+    """Structured output: text that matches this regular expression as a whole."""
 
     grammar_file: str | None = None
-    """Structured output: grammar file that the text follows, llama.cpp's GBNF or llguidance's Lark."""
+    """Structured output: text that follows the grammar in this file (llama.cpp's GBNF, or Lark)."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
         super().__post_init__()
         if not all(self.stop):
-            raise UserError("--stop is empty, which would end every text: leave it out")
+            raise UserError("--stop is empty and would end every text: leave it out")
 
     def grammar(self) -> "Grammar | None":
         """The grammar that the text has to satisfy, if any. Raises `UserError` for two, or a bad one."""
@@ -78,18 +78,19 @@ class SpeculationOptions:
     """Options of speculative decoding: the same text, sooner where it repeats itself."""
 
     speculative_tokens: int = 7
-    """Maximum number of draft tokens computed with the next token (cpu). The number used is the one
-    expected to be fastest on this machine. 0: no speculation."""
+    """Speculative decoding (cpu): maximum number of draft tokens checked per step. Fewer are used where
+    that is faster on this machine. 0: none."""
 
     draft: str | None = None
-    """Smaller packed model with the same tokenizer, for draft tokens where the text gives none (cpu)."""
+    """Draft model (cpu): a smaller packed model with the same tokenizer. It proposes draft tokens where
+    the text so far has no repetition to copy."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
         if not 0 <= self.speculative_tokens <= 63:
             raise UserError(f"--speculative-tokens {self.speculative_tokens}: must be 0 to 63")
         if self.draft is not None and self.speculative_tokens == 0:
-            raise UserError("--draft drafts tokens: leave out --speculative-tokens 0")
+            raise UserError("--draft has no effect with --speculative-tokens 0: leave one out")
 
     def open(self, model: "OpenModel", engine: EngineOptions) -> "Speculation | None":
         """Return the speculation of one scheduler of this model; None on an engine without any.
@@ -100,7 +101,9 @@ class SpeculationOptions:
         from sparse_bitnet.generation.speculation import Speculation
 
         if not model.engine.batch_invariant and self.draft is not None:
-            raise UserError("--draft is an option of the CPU engine, which does not run here")
+            raise UserError(
+                "--draft needs the CPU engine, which does not run this model: leave it out"
+            )
         if not model.engine.batch_invariant:
             return None
         if self.draft is None:
@@ -109,7 +112,7 @@ class SpeculationOptions:
         if draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
             draft.engine.close()
             raise UserError(
-                f"--draft {self.draft}: its tokenizer is not that of the model; give a smaller model of "
+                f"--draft {self.draft}: its tokenizer differs from the model's; give a smaller model of "
                 "the same family"
             )
         return Speculation(model.engine, most=self.speculative_tokens, draft=draft.engine)
@@ -122,7 +125,7 @@ class GenerateConfig:
     GROUPS: ClassVar = {"prompt": "prompt"}
 
     prompt: str | None = None
-    """Text to continue. Default: --prompt-file, else standard input."""
+    """Text to continue. Default: the text of --prompt-file, else of standard input."""
 
     prompt_file: str | None = None
     """File with the text to continue; - reads standard input."""
@@ -131,7 +134,7 @@ class GenerateConfig:
     """Maximum number of tokens to generate."""
 
     stats: bool = False
-    """Print tokens per second at the end, on standard error."""
+    """Print token counts and tokens per second to standard error at the end."""
 
     def read_prompt(self) -> str:
         """The prompt, wherever it comes from."""
@@ -185,7 +188,7 @@ def main(
             on_text=_show,
         )
     finally:
-        print()  # what goes wrong is said on a line of its own
+        print()  # an error gets a line of its own
     if config.stats:
         _print_statistics(written, model.engine_name)
     model.engine.close()
@@ -197,10 +200,8 @@ def _show(piece: str) -> None:
 
 def _read_text(option: str, path: str) -> str:
     """Return the text of a file, or of standard input ("-"). Raises `UserError` that names the option."""
-    try:
+    with library_errors_as(f"{option} {path}"), os_errors_as(f"{option}: cannot read {path}"):
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option} {path}: {error}") from error
 
 
 def _print_statistics(text: "Generation", engine_name: str) -> None:
@@ -210,7 +211,7 @@ def _print_statistics(text: "Generation", engine_name: str) -> None:
     print(
         f"prompt {text.prompt_tokens:,} tokens{cached}"
         + (f", {prefill:,.1f} tokens/s" if prefill else "")
-        + f"; text {len(text.tokens):,} tokens"
+        + f"; generated {len(text.tokens):,} tokens"
         + (f", {decode:,.1f} tokens/s" if decode else "")
         + (f"; {drafted:,} draft tokens, {text.accepted_tokens:,} accepted" if drafted else "")
         + f"; ended by {text.finish_reason}; engine {engine_name}",
@@ -231,7 +232,7 @@ class ChatConfig:
     """Maximum length of an answer, in tokens."""
 
     stats: bool = False
-    """Print tokens per second after each answer, on standard error."""
+    """Print token counts and tokens per second to standard error after each answer."""
 
 
 @command("chat")
@@ -242,11 +243,11 @@ def chat(
     speculation: SpeculationOptions,
     engine: EngineOptions,
 ) -> None:
-    """Talk with a chat model, one line at a time.
+    """Talk with a chat model in the terminal, one line per message.
 
     Args:
         checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers
-            folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf). It needs a chat template.
+            folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf). The model needs a chat template.
         config: the conversation.
         text: sampling, stop strings and structured output of the answers.
         speculation: limits of the draft tokens.

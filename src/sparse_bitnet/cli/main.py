@@ -10,23 +10,23 @@ import warnings
 from typing import NoReturn
 
 COMMANDS = {
-    "quickstart": ("paper.quickstart", "the paper's four models in four minutes"),
+    "quickstart": ("paper.quickstart", "train and compare the paper's four models in four minutes"),
     "prepare": ("prepare.main", "tokenise text into memory-mapped shards"),
-    "train": ("train.main", "train a model, or continue a run"),
-    "distill": ("train.distill", "train from a pretrained model, with it as teacher"),
-    "evaluate": ("evaluate.main", "held-out perplexity of a checkpoint"),
+    "train": ("train.main", "train a model, or resume a run"),
+    "distill": ("train.distill", "train a ternary student of a pretrained model"),
+    "evaluate": ("evaluate.main", "measure perplexity on held-out text, or score lm-eval's tasks"),
     "generate": ("generate.main", "continue a prompt with a checkpoint"),
     "chat": ("generate.chat", "talk with a chat model in the terminal"),
-    "serve": ("serve.main", "serve a checkpoint as OpenAI's API"),
-    "pack": ("pack.main", "write a trained model as a small, exact file"),
-    "export": ("export.main", "write a model in a format other tools read"),
-    "import": ("export.import_", "read a ternary checkpoint of another tool"),
-    "bench": ("bench.main", "speed of the CPU engine, beside the machine's limits"),
-    "reproduce": ("paper.reproduce", "the paper's experiments at a chosen scale"),
-    "report": ("paper.report", "tables, figures and claims from their results"),
-    "analyze": ("paper.analyze", "weight statistics and figures of checkpoints"),
-    "models": ("env.models", "list the model presets"),
-    "env": ("env.main", "versions, devices, and which kernels are in use"),
+    "serve": ("serve.main", "serve a checkpoint with OpenAI's HTTP API"),
+    "pack": ("pack.main", "write a trained model as a small folder for the CPU engine"),
+    "export": ("export.main", "write a trained model in a format of another tool"),
+    "import": ("export.import_", "convert a ternary checkpoint of another tool"),
+    "bench": ("bench.main", "measure the speed of the CPU engine; `bench gpu`: of a GPU"),
+    "reproduce": ("paper.reproduce", "run the paper's experiments at a chosen scale"),
+    "report": ("paper.report", "write tables, figures and verdicts from `reproduce`'s results"),
+    "analyze": ("paper.analyze", "write weight statistics and figures of checkpoints"),
+    "models": ("env.models", "list the model presets, or public ternary models"),
+    "env": ("env.main", "print versions, devices, and the kernels in use"),
 }
 """Each verb with its function in this package, which takes the words after the verb, and a summary."""
 

@@ -17,18 +17,18 @@ class PackConfig:
     """How to store weights and embeddings."""
 
     packed_format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] = "auto"
-    """Packed format of the ternary weights. auto: the smallest that loads within 1.5 times of i2.
-    nm-sign is for quantizer=binary."""
+    """Packed format of the ternary weights. auto: the smallest that loads at most 1.5 times slower than
+    i2. nm-sign: only for models trained with quantizer=binary."""
 
     embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
-    """Type of the embedding and output head. int8: one scale per row. float32: as trained. auto: ternary
-    if they are ternary, as in models of other tools, else bf16."""
+    """Data type of embedding and output head. int8: one scale per row. float32: as trained. auto: ternary
+    if they are, as in some models of other tools, else bf16."""
 
     check: bool = True
-    """Load trained and packed model, one after the other, and compare their logits."""
+    """Load the packed model and compare its logits with the trained model's."""
 
     dry_run: bool = False
-    """Print the size in every format and write nothing."""
+    """Print the size in every packed format and write nothing."""
 
 
 @command("pack")
@@ -37,11 +37,11 @@ def main(
     config: PackConfig,
     out: Annotated[str | None, "[OUT]"] = None,
 ) -> None:
-    """Write a trained ternary model as a small, complete folder.
+    """Write a trained ternary model as a small folder that the CPU engine runs.
 
     Args:
-        checkpoint: Run folder or model folder.
-        out: Folder to write; must not exist or be empty.
+        checkpoint: Run folder, checkpoint folder, or folder that `import` wrote.
+        out: New folder to write.
         config: formats.
     """
     from rich.console import Console
@@ -55,7 +55,7 @@ def main(
         _print_sizes(packed_sizes(checkpoint, embeddings=config.embeddings))
         return
     if out is None:
-        raise UserError("pack: name OUT, the folder to write, or add --dry-run")
+        raise UserError("OUT is missing: name the folder to write, or add --dry-run")
     with Progress(console := Console(markup=False)) as progress:
         packed = pack_checkpoint(
             checkpoint,
@@ -65,7 +65,7 @@ def main(
             progress=progress.line("packing", "M weights", 1e6),
         )
     _print_result(packed)
-    print(f"{out} written")
+    print(f"{out}: written")
     if config.check:
         try:
             with console.status("comparing with the trained model"):
@@ -74,8 +74,8 @@ def main(
             shutil.rmtree(out)
             raise UserError(f"{error}; {out} is removed") from error
         print(
-            "loaded back: logits of 128 tokens equal the trained model's bit for bit, given the stored "
-            f"embeddings; storing those moves logits by at most {moved:.3g}"
+            "check: with equal embeddings, logits of 128 tokens equal the trained model's bit for bit; "
+            f"embeddings as {packed.metadata.embeddings} move logits by at most {moved:.3g}"
         )
 
 
@@ -96,7 +96,7 @@ def _print_result(packed: "PackedSize") -> None:
 def _print_sizes(sizes: list["PackedSize"]) -> None:
     first = sizes[0].metadata
     print(f"{first.format}, embeddings {first.embeddings}")
-    print("format         bits a weight  MB of weights  MB of the file")
+    print("format         bits/weight    MB of weights  MB in total")
     for size in sizes:
         name = size.metadata.packed_format + (" (auto)" if size is sizes[0] else "")
         bits = 8 * size.weight_bytes / first.weights

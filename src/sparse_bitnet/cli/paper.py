@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from sparse_bitnet.cli.arguments import command, parse
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
@@ -62,41 +62,45 @@ def run_quickstart(config: QuickstartConfig) -> None:
 class ReproduceConfig(DenseLayersOption):
     """Experiments to run: which, at what scale, where, and for how long."""
 
-    experiments: Annotated[tuple[str, ...], "[EXPERIMENT ...]"] = ("all",)
-    """All, or some of table2, sweep, ablations, schedule and search; not part of all: ideas (every score,
-    quantizer, activation and schedule) and table1 (after table2), which scores its models on tasks."""
+    MOST_USED: ClassVar = ("scale", "out", "seeds", "workers", "dry_run")
+    GROUPS: ClassVar = {"dense_layers": "training", "tasks": "tasks of table1"}
 
-    scale: str = "cpu"
-    """smoke (seconds), cpu (1 to 2.5 hours on 2 cores), gpu (25 minutes, one H200) or paper."""
+    experiments: Annotated[tuple[str, ...], "[EXPERIMENT ...]"] = ("all",)
+    """Experiments to run: all (table2, sweep, ablations, schedule and search), or any of these, ideas
+    (scores, quantizers, activations and schedules beyond the paper) and table1 (tasks, after table2)."""
+
+    scale: Literal["smoke", "cpu", "gpu", "paper"] = "cpu"
+    """Model sizes and training lengths. smoke: a test in seconds. cpu: 1 to 2.5 hours on 2 cores. gpu: 25
+    minutes on an H200. paper: the paper's own."""
 
     out: Path | None = None
-    """Folder of the results, new or continued; default runs/SCALE."""
+    """Folder for the results; runs that are finished there are skipped. Default: runs/SCALE."""
 
     seeds: int | None = None
-    """Seeds of every experiment, instead of the scale's own numbers."""
+    """Number of seeds of every experiment. Default: set by the scale."""
 
     data: Path | None = None
-    """Text prepared by `sparse-bitnet prepare`, instead of the scale's own."""
+    """Folder written by `sparse-bitnet prepare`, to train on instead of the scale's own text."""
 
     workers: int | None = None
-    """Runs trained at once; default: one for each core, four on a GPU."""
+    """Number of runs trained at the same time. Default: one for each core, or four on a GPU."""
 
     tasks: str = "paper"
-    """lm-eval tasks of table1, joined by commas; `paper`: the paper's five zero-shot tasks."""
+    """lm-eval tasks, separated by commas; `paper`: the paper's five zero-shot tasks."""
 
     include_path: Path | None = None
-    """Folder of data sets or task files for table1, for use without network; see `evaluate`."""
+    """Folder of data sets or task files, for use without a network; see `evaluate --help`."""
 
     limit: int | None = None
-    """Score only this many questions of each task of table1, the first ones."""
+    """Score only the first N questions of each task."""
 
     dry_run: bool = False
-    """Print what would be trained, and train nothing."""
+    """Print the runs and their size, and train nothing."""
 
 
 @command("reproduce")
 def reproduce(options: ReproduceConfig) -> None:
-    """Train the runs of the paper's experiments; those that are done are skipped.
+    """Train the models of the paper's experiments. The same command resumes after an interruption.
 
     Args:
         options: what to train.
@@ -111,7 +115,7 @@ def reproduce(options: ReproduceConfig) -> None:
     if scores:
         chosen = [*(name for name in chosen if name != "table1"), "table2"]
     else:
-        refuse_unused(options, ("tasks", "include_path", "limit"), "it is an option of table1")
+        refuse_unused(options, ("tasks", "include_path", "limit"), "only table1 scores tasks")
     chosen, out = list(dict.fromkeys(chosen)), options.out or Path("runs") / scale.name
     if options.dry_run:
         _dry_run(scale, chosen, out, options.seeds, Console())
@@ -123,7 +127,7 @@ def reproduce(options: ReproduceConfig) -> None:
 
         tasks, seeds = options.tasks.split(","), options.seeds or 1
         count = score(scale, out, tasks, options.include_path, options.limit, seeds)
-        print(f"{count} models scored; `sparse-bitnet report {out}` shows table 1")
+        print(f"{count} models scored; `sparse-bitnet report {out}` writes table 1")
 
 
 def train_set(scale: Scale, experiments: Sequence[str], *, out: Path, **options: Any) -> None:
@@ -133,15 +137,15 @@ def train_set(scale: Scale, experiments: Sequence[str], *, out: Path, **options:
     from sparse_bitnet_paper.reproduce import reproduce
 
     if scale.needs_gpu and resolve_device("auto").type == "cpu":
-        raise UserError(f"scale {scale.name} needs GPUs; --dry-run prints how many hours of which")
+        raise UserError(f"--scale {scale.name} needs a GPU; --dry-run prints how many hours of one")
     try:
         outcome = reproduce(scale, experiments, out, **options)
     except Interrupted as stop:
         print(f"{stop}; the same command continues from there")
         sys.exit(130)
     print(
-        f"{out}: {outcome.trained} runs trained, {outcome.skipped} were done before; "
-        f"`sparse-bitnet report {out}` shows the results"
+        f"{out}: {outcome.trained} runs trained, {outcome.skipped} had been trained before; "
+        f"`sparse-bitnet report {out}` writes tables and figures"
     )
     if outcome.failed:
         raise UserError("; ".join(outcome.failed))
@@ -170,14 +174,14 @@ def _dry_run(
                 "runs": f"{len(own)}",
                 "done": f"{count}",
                 "tokens": f"{tokens:.3g}",
-                "a weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
+                "tokens/weight": f"{tokens / trained_weights(PRESETS[model], vocab):.1f}",
             }
         )
     table(lines).print(console, f"Scale {scale.name}: {scale.summary}")
     if scale.needs_gpu:
         hours = {gpu: total / (3600 * UTILISATION * rate) for gpu, rate in GPU_FLOPS.items()}
         each = ", ".join(f"{gpu} {count:,.2f}" for gpu, count in hours.items())
-        console.print(f"Hours left on one GPU at {UTILISATION:.0%} of its bfloat16 rate: {each}.")
+        console.print(f"Remaining hours on one GPU at {UTILISATION:.0%} of its bf16 peak: {each}.")
     for run in runs:
         mark = "done" if run.name in done else "    "
         console.print(f"{mark}  {run.name}", highlight=False, soft_wrap=True)
@@ -189,13 +193,13 @@ def report(
     document: Path | None = None,
     engine: Path | None = None,
 ) -> None:
-    """Render results beside the paper's own, with figures and a verdict on its claims.
+    """Write tables and figures of the experiments beside the paper's own, and a verdict on each claim.
 
     Args:
         folders: Folders written by `reproduce`, one page each.
-        document: Markdown file of the first page; default report.md in the first folder. The other pages
-            go to the folder of that name, report/, and figures to figures/ beside it.
-        engine: Rows of `bench --out` with several patterns, for table 3.
+        document: Markdown file of the first page. Default: report.md in the first folder. Further pages
+            go to a folder of the same name (report/), figures to figures/ beside it.
+        engine: File written by `bench --out` with several patterns, for table 3.
     """
     from rich.console import Console
 
@@ -214,26 +218,29 @@ def report(
         if lines:
             title = f"The paper's claims at scale {results.name}, corrected for these alone"
             table(lines, numeric=False).print(Console(), title)
-    print(f"{document}: the answer, with links to the other pages")
+    print(f"{document}: first page of the report, with links to the others")
 
 
 @dataclass(kw_only=True)
 class AnalyzeConfig(DenseLayersOption):
     """Checkpoints to analyze, and the folder of the result."""
 
+    MOST_USED: ClassVar = ("out", "pattern")
+    GROUPS: ClassVar = {"dense_layers": "layers"}
+
     checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."]
-    """Run folders, checkpoints, any transformers folders with safetensors, or hub ids."""
+    """Run folders, checkpoint folders, transformers folders with safetensors, or hub ids."""
 
     out: Path = Path("analysis")
-    """Folder for weights.html (figures) and weights.json (counts of every layer)."""
+    """Folder to write weights.html (figures) and weights.json (counts of every layer) to."""
 
     pattern: str = "6:8"
-    """N:M pattern whose group thresholds are drawn."""
+    """N:M pattern whose pruning thresholds are drawn."""
 
 
 @command("analyze")
 def analyze(options: AnalyzeConfig) -> None:
-    """Histograms, thresholds, near-zero mass and zero codes of any checkpoint, read one layer at a time.
+    """Write weight histograms, pruning thresholds, and shares of near-zero weights and zero codes.
 
     Args:
         options: checkpoints, and the folder of the result.
@@ -253,4 +260,4 @@ def analyze(options: AnalyzeConfig) -> None:
             weights.append(read_checkpoint(name, pattern, options.dense_globs))
     summary_table(weights).print(console, "")
     write_weight_report(weights, pattern, options.out)
-    print(f"{options.out}/weights.html: figures; {options.out}/weights.json: every layer")
+    print(f"{options.out}/weights.html: figures; {options.out}/weights.json: counts of every layer")

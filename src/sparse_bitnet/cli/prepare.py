@@ -15,11 +15,11 @@ class TokenizerConfig:
     """Tokenizer to load, or the size of one to train."""
 
     tokenizer: str | None = None
-    """Tokenizer to use: folder or hub id of a transformers tokenizer, folder of a model, run or prepared
-    data, or a GGUF file. Give this or --vocab-size."""
+    """Tokenizer to use: folder or hub id of a tokenizer or model, folder of a run or of prepared data, or
+    a GGUF file. Give this or --vocab-size."""
 
     vocab_size: int | None = None
-    """Train a byte-level BPE tokenizer with this many tokens on the text instead."""
+    """Number of tokens of a byte-level BPE tokenizer to train on the text instead."""
 
     eos_token: str | None = None
     """Token that ends each document. Default: the tokenizer's own choice."""
@@ -30,22 +30,22 @@ class SourceConfig:
     """Text to read, part to hold out, and limits: the parameters of `parse_source`."""
 
     column: str | None = None
-    """Column of the text. Default: "text"; RefinedWeb has "content". A .txt file is one document."""
+    """Column that holds the text. Default: "text". RefinedWeb has "content"; .txt files have none."""
 
     chat: bool = False
-    """Read documents as conversations, lists of {"role", "content"} in the column "messages", with the
-    chat template of --tokenizer. Training then learns what the assistant says. ShareGPT's and Alpaca's
-    columns work too; rows without a conversation are skipped and counted."""
+    """Read documents as conversations: lists of {"role", "content"} in the column "messages", or the
+    columns of ShareGPT or Alpaca. Training with --tokenizer's chat template learns only what the
+    assistant says. Rows without a conversation are skipped and counted."""
 
     validation: str | None = None
-    """Source of the validation text (written like SOURCE), instead of a part of SOURCE."""
+    """Text to hold out for validation, written like SOURCE, instead of a part of SOURCE."""
 
     validation_fraction: float | None = None
-    """Fraction of the documents (of pieces, if they are few and long) held out for validation, chosen by
-    hash. Default: 0.03 for Python files, 0.01 for local documents, 0.0005 for a hub data set."""
+    """Fraction of the documents held out for validation, chosen by hash; of pieces, if documents are few
+    and long. Default: 0.03 for Python files, 0.01 for local files, 0.0005 for a hub data set."""
 
     limit_bytes: int | None = None
-    """Stop after this many bytes of text of SOURCE."""
+    """Read only the first N bytes of SOURCE's text."""
 
     near_duplicates: bool = True
     """Put near-duplicate documents on the same side of the split; with --validation, skip those of SOURCE
@@ -62,7 +62,7 @@ def main(
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
-    After an interruption, the same command resumes. In a finished folder it verifies the shards.
+    The same command resumes after an interruption, and verifies the shards of a finished folder.
 
     Args:
         source: Text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
@@ -90,8 +90,10 @@ def main(
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
         )
     if manifest.overlap is not None:
-        print(f"held-out text: {manifest.overlap}")
-    what = "already there" if is_there else f"written in {time.monotonic() - started:.1f} s"
+        print(f"validation text: {manifest.overlap}")
+    what = (
+        "already there, verified" if is_there else f"written in {time.monotonic() - started:.1f} s"
+    )
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
     for name in manifest.splits if manifest.is_chat else ():
         if manifest.splits[name].tokens:

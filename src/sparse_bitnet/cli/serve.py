@@ -21,46 +21,48 @@ class ServeConfig:
     GROUPS: ClassVar = {"host": "server", "max_running": "limits", "grace": "server"}
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 listens on all; set --api-key with it."""
+    """Address to listen on. 0.0.0.0: all interfaces; combine it with --api-key."""
 
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
 
     api_key: str | None = None
-    """API key that clients must send. Default: the environment's SPARSE_BITNET_API_KEY, or none."""
+    """API key that clients must send. Default: the environment variable SPARSE_BITNET_API_KEY, else no
+    key is needed."""
 
     allowed_host: tuple[str, ...] = ()
-    """More host names, such as a proxy's, to allow beside --host and addresses; * for any."""
+    """Host names, such as a proxy's, to accept in the Host header besides --host and IP addresses; *: any
+    name."""
 
     cors_origin: tuple[str, ...] = ()
-    """Origins of other sites whose pages may use this server, such as https://a.example; * for any."""
+    """Origins whose web pages may use this server (CORS), such as https://chat.example; *: any origin."""
 
     log_requests: bool = False
-    """Write one line of JSON per request to standard error: its id, path, status, time and number of
-    tokens, never its text."""
+    """Write one line of JSON per request to standard error: id, path, status, time and token counts, but
+    no text."""
 
     model_name: str | None = None
-    """Model name in requests. Default: the name of the checkpoint's folder."""
+    """Model name in requests and responses. Default: the name of the checkpoint's folder."""
 
     max_running: int = 32
     """Maximum number of generations that run together. Without --cache-tokens, the KV cache has room for
-    1024 tokens per generation, and one generation may use all of it."""
+    1024 tokens per generation, which a single generation may fill alone."""
 
     prefill_slice: int = 32
-    """Prompt tokens per step while one generation decodes; fewer, down to a quarter, while many do.
-    Larger: new requests start sooner. Smaller: streams pause less."""
+    """Number of prompt tokens computed per decode step (chunked prefill); down to a quarter of it while
+    many generations decode. Larger: new requests start sooner. Smaller: streams pause less."""
 
     max_queue: int = 128
-    """Maximum number of waiting generations; further requests are answered with status 429."""
+    """Maximum number of waiting generations; further requests get status 429."""
 
     max_tokens: int | None = None
-    """Maximum number of tokens that one request may generate. Default: up to the context length."""
+    """Maximum number of tokens that one request may generate. Default: the context length."""
 
     max_body_bytes: int = 1 << 20
-    """Maximum size of a request body, in bytes; larger ones are answered with status 413."""
+    """Maximum size of a request body, in bytes; larger ones get status 413."""
 
     grace: float = 10.0
-    """Seconds that running generations have to finish after SIGINT or SIGTERM."""
+    """Seconds to let running generations finish after SIGINT or SIGTERM."""
 
     def __post_init__(self) -> None:
         check_least(self, port=0, max_running=1, prefill_slice=1, max_queue=0)
@@ -78,11 +80,12 @@ def main(
     speculation: SpeculationOptions,
     engine: EngineOptions,
 ) -> None:
-    """Serve a checkpoint over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions,
-    /v1/responses, /v1/embeddings, /v1/models; also /health and, for Prometheus, /metrics.
+    """Serve a checkpoint over HTTP with OpenAI's API (/v1/completions, /v1/chat/completions,
+    /v1/responses, /v1/embeddings, /v1/models), a chat page at /, /health, and /metrics for Prometheus.
 
     Args:
-        checkpoint: Packed folder, run folder, GGUF file, or any transformers folder or hub id.
+        checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
+            hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf).
         config: address, access and limits.
         speculation: limits of the draft tokens.
         engine: the engine.
@@ -122,13 +125,16 @@ def main(
         try:
             template = ChatTemplate.load(opened.folder)
         except UserError as error:
-            print(f"no chat: {error}", file=sys.stderr)
+            print(f"chat is off: {error}", file=sys.stderr)
         try:
             pooling = read_pooling(opened.folder)
         except UserError as error:
-            print(f"no embeddings: {error}", file=sys.stderr)
+            print(f"embeddings are off: {error}", file=sys.stderr)
         if key is None and host not in ("127.0.0.1", "::1"):
-            print(f"anyone who reaches {host} can use this server: set --api-key", file=sys.stderr)
+            print(
+                f"warning: anyone who can reach {host} can use this server; add --api-key",
+                file=sys.stderr,
+            )
         model = ServedModel(
             name=name,
             tokenizer=opened.tokenizer,

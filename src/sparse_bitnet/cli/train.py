@@ -42,14 +42,15 @@ class Options(DenseLayersOption, TrainConfig):
     }
 
     chat: str | None = None
-    """Conversations to train on, in a form that `prepare --chat` reads. They are prepared into --data
-    first, with the tokenizer of --init."""
+    """Conversations to train on: a source that `prepare --chat` reads. They are first prepared into the
+    folder --data, with the pretrained model's tokenizer."""
 
     shard: int | None = None
-    """Under torchrun: processes that share one model copy; the others replicate it. Default: all."""
+    """Under torchrun: number of processes that shard one copy of the model; each further group of as many
+    holds a replica. Default: all processes."""
 
     timeout_seconds: float = 600.0
-    """Under torchrun: seconds to wait for the others to finish a step before giving up."""
+    """Under torchrun: seconds to wait for the other processes to finish a step before giving up."""
 
     def config(self) -> TrainConfig:
         """Return the config that is stored with the run."""
@@ -101,7 +102,7 @@ def parse(
     arguments: list[str], default: TrainConfig, recipe: str, kind: type[Options] = Options
 ) -> Options:
     """Return `default` with the options in the arguments applied, as options of `kind`."""
-    verb, what, out = "train", "Train", "--out"
+    verb, what, out = "train", "Train a model", "--out"
     if kind is DistillOptions:
         verb, what, out = "distill", "Train a ternary student of TEACHER in OUT", "OUT"
     return options.parse(
@@ -111,8 +112,8 @@ def parse(
         prog=f"sparse-bitnet {verb}",
         others=["--recipe"],
         description=(
-            f"{what}, or resume the run in {out} (its config is then the default). Recipe in use: "
-            f"{recipe} (--recipe {{{','.join(RECIPES)}}}); every option below overrides it."
+            f"{what}, or resume the run in {out} with its own config. Defaults below are those of the "
+            f"recipe {recipe}; --recipe {{{','.join(RECIPES)}}} chooses another."
         ),
     )
 
@@ -143,7 +144,7 @@ def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     place = rest.index("--recipe")
     recipe = "".join(rest[place + 1 : place + 2])
     if recipe not in RECIPES:
-        raise UserError(f"recipe {recipe!r} is unknown: choose one of {', '.join(RECIPES)}")
+        raise UserError(f"--recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     return recipe, rest[:place] + rest[place + 2 :]
 
 
@@ -198,9 +199,9 @@ def run(chosen: Options) -> None:
 def prepare_chat(source: str, config: TrainConfig) -> None:
     """Prepare conversations into the folder of the data; again is harmless."""
     if config.init is None:
-        raise UserError("--chat continues a model: name it with --init")
+        raise UserError("--chat trains a pretrained model: name it with --init")
     if "RANK" in os.environ:
-        raise UserError("--chat is of one process: prepare the data with `prepare --chat` first")
+        raise UserError("--chat does not work under torchrun: run `prepare --chat` first")
     from sparse_bitnet.data.preparation import prepare
     from sparse_bitnet.data.sources import parse_source
 

@@ -30,20 +30,20 @@ class EngineOptions:
     """Number of compute threads. Default: one for each core."""
 
     weight_format: WeightFormat = "auto"
-    """Run-time format of the weights (cpu). auto: the fastest here, by a short measurement. stored: as in
-    the file, which is memory-mapped if its rows allow: starts sooner, decodes a little slower."""
+    """Run-time format of the weights (cpu). auto: the fastest on this machine, by a short measurement.
+    stored: as in the file, memory-mapped if possible; starts sooner, decodes a little slower."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head (cpu). auto: int8, unless the head is ternary."""
 
     kv_cache: Literal["auto", "float32", "float16", "int8", "int4"] = "auto"
-    """Data type of the KV cache (cpu). auto: int8, but float16 if keys have a
-    bias or a norm above 16."""
+    """Data type of the KV cache (cpu). auto: int8, or float16 if keys have a bias or a norm weight above
+    16."""
 
     activations: Literal["auto", "token", "group"] = "auto"
-    """Granularity of the int8 activation scales (cpu). token: one scale per token, as in training with
-    quantised activations. group: one scale for as many inputs as weights share a scale. auto: group if
-    weights of another tool have groups."""
+    """Granularity of the int8 activation scales (cpu). token: one per token, as in training with
+    quantised activations. group: one per group of inputs whose weights share a scale. auto: group for
+    models of other tools with such groups, else token."""
 
     context_length: int | None = None
     """Maximum length of prompt and generated text together, in tokens. Default: the model's."""
@@ -62,6 +62,4 @@ class EngineOptions:
         if (self.threads or 1) > MOST_THREADS:
             raise UserError(f"--threads {self.threads}: at most {MOST_THREADS}")
         if self.device == "cuda" and self.engine == "cpu":
-            raise UserError(
-                "--device cuda: the CPU engine computes on the CPU; leave out --engine cpu"
-            )
+            raise UserError("--engine cpu does not compute on --device cuda: leave out one of them")

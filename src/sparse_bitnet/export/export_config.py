@@ -57,21 +57,21 @@ class ExportConfig:
     """Write a trained model in a format that other tools read."""
 
     format: Annotated[FormatName, "--to"]
-    """Format to write."""
+    """Export format, from the list above."""
 
     embeddings: Precision | None = None
-    """Precision of embeddings and head; in Hugging Face folders, of all that is not ternary. Default: f16
-    in GGUF, else bf16. q8_0: GGUF only."""
+    """Data type of embedding and output head; in Hugging Face folders, of everything not ternary.
+    Default: f16 in GGUF, else bf16. q8_0: GGUF only."""
 
     verify: bool = False
-    """Load the export with its real reader and compare it with the trained model."""
+    """Load the export with the tool it is for, and compare its outputs with the trained model's."""
 
     text: str | None = None
-    """Held-out text to verify on: a prepared folder or a text file. Default: the validation data the
-    run was trained with where it still exists, else a built-in text."""
+    """With --verify: held-out text, a prepared folder or a text file. Default: the run's own validation
+    data if it still exists, else a built-in text."""
 
     verify_tokens: int = 2048
-    """Maximum number of tokens to verify on."""
+    """With --verify: maximum number of tokens to compare."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

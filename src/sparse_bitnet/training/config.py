@@ -30,11 +30,11 @@ class TrainConfig:
     """Model to start from instead of random weights: a folder, hub id or GGUF file."""
 
     teacher: str | None = None
-    """Teacher: run, model folder or hub id of a causal LM. `sparse-bitnet distill` sets it."""
+    """Teacher to learn from: run, model folder or hub id. `sparse-bitnet distill` sets it."""
 
     logit_cache: str | None = None
-    """With a teacher: folder that caches its top logits. It is filled first if incomplete; the student
-    then trains without the teacher in memory."""
+    """Folder that caches the teacher's top logits; it is filled before training starts. The student then
+    trains without the teacher in memory."""
 
     top_logits: int = 64
     """Number of top logits per token in --logit-cache."""
@@ -43,13 +43,13 @@ class TrainConfig:
     """Distillation temperature; softens the distributions of teacher and student."""
 
     ce_weight: float = 1.0
-    """With a teacher: weight of the cross-entropy in the loss."""
+    """Weight of the cross-entropy in the distillation loss."""
 
     logits_weight: float = 1.0
-    """With a teacher: weight of temperature^2 * KL(teacher || student) in the loss."""
+    """Weight of temperature^2 * KL(teacher || student) in the distillation loss."""
 
     relations_weight: float = 0.0
-    """With a teacher: weight of the attention relations (queries, keys, values) in the loss."""
+    """Weight of the attention relations (queries, keys, values) in the distillation loss."""
 
     relations_layer: int = -1
     """Layer whose attention relations are distilled; -1 means the last."""
@@ -60,15 +60,15 @@ class TrainConfig:
     from its teacher in one process, else 0."""
 
     sub_norms: bool = False
-    """With --init: add a norm before each output and down projection, as in BitNet's own models. Only for
-    llama and qwen2 models."""
+    """Add a norm before each output and down projection of the pretrained model, as in BitNet's own
+    models. Only for llama and qwen2 models."""
 
     lora: int = 0
-    """With --init: train only peft's LoRA adapters, of this rank, beside the linear layers. At the end
-    they are merged into the weights, which are quantised again. 0: train the weights."""
+    """Rank of the LoRA adapters (peft) to train instead of the pretrained weights. At the end they are
+    merged into the weights, which are quantised again. 0: no adapters."""
 
     vocab_size: int | None = None
-    """Rows of the embedding matrix. Default: the tokenizer's size, or 151,936 for a published preset."""
+    """Rows of the embedding matrix. Default: the tokenizer's size, or 151,936 for presets above 30m."""
 
     data: str = "data"
     """Folder written by `sparse-bitnet prepare`."""
@@ -134,31 +134,31 @@ class TrainConfig:
     """Maximum global gradient norm; 0 turns clipping off."""
 
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """Compute type. auto: bf16 if the device has fast bf16 matrix products, else float32."""
+    """Data type to compute in. auto: bf16 if the device has fast bf16 matrix products, else float32."""
 
     masters: Literal["float32", "bf16"] = "float32"
-    """Type of the master weights and the optimiser's moments; bf16 masters also compute in bf16."""
+    """Data type of the master weights and the optimiser's moments; bf16 also computes in bf16."""
 
     initial_weights: Literal["normal", "uniform"] = "normal"
     """Distribution of the initial weight matrices: normal with standard deviation 0.02, or uniform in
     ±1/sqrt(in_features), PyTorch's default."""
 
     forward: Literal["fake", "int8"] = "fake"
-    """Forward matrix products of ternary layers. fake: floats that hold the quantised values. int8:
-    tensor-core products with int32 sums. They differ only in the rounding of 16-bit sums."""
+    """How ternary layers multiply in the forward pass. fake: in floating point, on fake-quantised values.
+    int8: on int8 tensor cores, with int32 sums. Results differ only where 16-bit sums round."""
 
     gradient_reduction: Literal["float32", "bf16"] = "float32"
-    """Type in which processes sum their gradients; bf16 halves most of the traffic of a step."""
+    """Data type in which gradients are summed over processes; bf16 halves most of a step's traffic."""
 
     compile: Literal["auto", "on", "off"] = "auto"
-    """Apply torch.compile to the blocks. auto: on a CPU with a C++ compiler, if the run is long enough
-    (the first loss agrees with the uncompiled one to 1e-4, the losses of a run to about 1e-2)."""
+    """Apply torch.compile to the blocks. auto: on a CPU with a C++ compiler, if the run is long enough.
+    Compiling changes losses by 1e-4 at the first step, by about 1e-2 over a run."""
 
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
 
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits the loss holds at once. Default: set by the vocabulary size, at least 512."""
+    """Number of tokens whose logits are in memory at once. Default: by vocabulary size, at least 512."""
 
     threads: int | None = None
     """Number of CPU threads. Default: all cores. Byte-identical runs need the same number."""
@@ -173,7 +173,7 @@ class TrainConfig:
     """Maximum number of validation tokens to score; 0: all."""
 
     layer_metrics_every: int = 50
-    """Steps between rows of metrics.jsonl with every layer's flip rate; 0: never."""
+    """Steps between rows of metrics.jsonl with the mask flip rate of every layer; 0: never."""
 
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step always writes one."""
@@ -299,17 +299,15 @@ def _check(config: TrainConfig) -> None:
         for name in names.split():
             if values[name] != getattr(TrainConfig, name) and not values[other]:
                 raise UserError(
-                    f"{name}={values[name]} does nothing without {other}: give "
-                    f"--{other.replace('_', '-')}, or leave it out"
+                    f"{name}={values[name]} has no effect without --{other.replace('_', '-')}: add "
+                    "that option, or leave this one out"
                 )
     if not (config.ce_weight or config.logits_weight or config.relations_weight):
-        raise UserError("ce_weight, logits_weight and relations_weight are 0: nothing is learnt")
+        raise UserError("--ce-weight, --logits-weight and --relations-weight are all 0: raise one")
     if config.logit_cache is not None and config.relations_weight:
-        raise UserError("relations_weight needs the teacher itself: leave out the logit_cache")
+        raise UserError("--relations-weight needs the teacher in memory: leave out --logit-cache")
     if config.schedule == "wsd" and config.warmup_fraction + config.decay_fraction > 1:
-        raise UserError(
-            "warmup_fraction and decay_fraction are above 1 together: leave steps between"
-        )
+        raise UserError("--warmup-fraction and --decay-fraction add up to more than 1: lower one")
     batch, micro = config.batch_size, config.micro_batch_size
     if micro is not None and (micro < 1 or batch % micro):
         raise UserError(f"micro_batch_size={micro} does not divide batch_size={batch}")
