@@ -16,7 +16,7 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
         best[key] = max(row["tokens_per_second"], best.get(key, 0))
     threads = sorted({row["threads"] for row in speeds})
     cells = {(row["engine"], *(row[kind] for kind in kinds)): row for row in speeds}
-    head = ["engine", "weights"]
+    head = ["engine", "weight format"]
     for phase in ("prefill", "decode"):
         length = next(row["tokens"] for row in speeds if row["phase"] == phase)
         head += threads_heads(f"prefill {length}" if phase == "prefill" else "decode", threads)
@@ -61,7 +61,7 @@ def peers_groups() -> str:
 
 def patterns_decode() -> str:
     rows, threads, table = _by_pattern("decode", 0)
-    head = ["pattern", "weights", "MB a token", *threads_heads("tokens/s", threads)]
+    head = ["pattern", "weight format", "MB read per token", *threads_heads("tokens/s", threads)]
     lines = []
     for key, own in table.items():
         most = own[max(own)]
@@ -74,12 +74,12 @@ def patterns_decode() -> str:
                 f"{most['resident_bytes'] / 1e6:.0f}",
             ]
         )
-    return markdown([*head, "of memory rate", "resident, MB"], lines, rows[0], _OF_PATTERNS)
+    return markdown([*head, "of memory bandwidth", "resident, MB"], lines, rows[0], _OF_PATTERNS)
 
 
 def patterns_prefill() -> str:
     rows, threads, table = _by_pattern("prefill", 512)
-    head = ["pattern", "weights", *threads_heads("tokens/s", threads), "of int8 rate"]
+    head = ["pattern", "weight format", *threads_heads("tokens/s", threads), "of int8 rate"]
     lines = []
     for key, own in table.items():
         speeds = (f"{own[count]['tokens_per_second']:.0f}" for count in threads)
@@ -107,8 +107,8 @@ def _by_pattern(
 def layouts() -> str:
     rows = read("layouts")
     threads = sorted({row["threads"] for row in rows})
-    head = ["pattern", "weights", "bits", "cycles, in cache"]
-    head += threads_heads("G weights/s", threads)
+    head = ["pattern", "weight format", "bits per weight", "cycles per weight"]
+    head += threads_heads("10⁹ weights/s", threads)
     lines = []
     for pattern, layout in dict.fromkeys((r["pattern"], r["layout"]) for r in rows):
         own = [r for r in rows if (r["pattern"], r["layout"]) == (pattern, layout)]
@@ -131,7 +131,7 @@ def batches() -> str:
         if row["threads"] == most and (key := tuple(row[kind] for kind in kinds)) in own:
             own[key][row["batch"]] = row
     sizes = sorted({size for cells in own.values() for size in cells})
-    head = ["pattern", "weights", "cache", "context", *(f"batch {size}" for size in sizes)]
+    head = ["pattern", "weights", "KV cache", "context", *(f"batch {size}" for size in sizes)]
     lines = []
     for key, cells in own.items():
         speeds = (f"{cells[s]['tokens_per_second']:.1f}" if s in cells else "-" for s in sizes)
@@ -164,8 +164,8 @@ def contexts() -> str:
         for phase in ("prefill", "decode")
     )
     prompts = [prompts[0], prompts[-1]]
-    head = ["weights", "cache", *(f"prompt of {length:,}" for length in prompts)]
-    head += [*(f"after {length:,}" for length in lengths), f"MB a token after {lengths[-1]:,}"]
+    head = ["weights", "KV cache", *(f"prefill of {length:,}" for length in prompts)]
+    head += [*(f"decode after {n:,}" for n in lengths), f"MB read per token after {lengths[-1]:,}"]
     lines = []
     for pattern, weights, cache in sorted(long):
         key = (pattern, weights, cache)
@@ -179,11 +179,11 @@ def contexts() -> str:
 
 
 def closeness() -> str:
-    head = ["logits", "positions", "error, median", "largest", "above 1e-3", "perplexity"]
+    head = ["logits of", "positions", "median error", "largest", "above 1e-3", "perplexity"]
     kinds = (
-        ("the engine's", "relative_error", "positions_above_1e-3", "perplexity"),
+        ("the CPU engine", "relative_error", "positions_above_1e-3", "perplexity"),
         (
-            "the reference's, other attention",
+            "transformers, other attention",
             "reference_own_error",
             "reference_own_positions_above_1e-3",
             "reference_perplexity",
@@ -210,7 +210,7 @@ def costs() -> str:
     columns = [
         ("model", "{model}"),
         ("head", "{head}"),
-        ("cache", "{kv_cache}"),
+        ("KV cache", "{kv_cache}"),
         ("perplexity", "{perplexity:.4f}"),
         ("change, %", "{percent:+.3f}"),
         ("head, MB", "{megabytes:.2f}"),
@@ -223,17 +223,17 @@ def installed() -> str:
     rows = [row for row in read("installed") if "package" in row]
     total = {name: sum(row[name] for row in rows) for name in ("code", "bytecode")}
     lines = []
-    for row in [*rows, {"package": "all", **total}]:
+    for row in [*rows, {"package": "total", **total}]:
         sizes = (row["code"], row["bytecode"], row["code"] + row["bytecode"])
         lines.append([row["package"], *(f"{size / 1e6:.1f}" for size in sizes)])
-    return _of_wheel(["package", "MB", "bytecode, MB", "both"], lines, rows[0])
+    return _of_wheel(["package", "files, MB", "bytecode, MB", "total, MB"], lines, rows[0])
 
 
 def first_word() -> str:
     rows = [row for row in read("installed") if "command" in row]
     times = ("processor_seconds", "seconds")
     lines = [[row["command"], *(f"{row[time]:.2f}" for time in times)] for row in rows]
-    return _of_wheel(["command", "processor time, s", "time, s"], lines, rows[0])
+    return _of_wheel(["command", "CPU time, s", "wall time, s"], lines, rows[0])
 
 
 def _of_wheel(head: list[str], lines: list[list[str]], row: dict) -> str:
@@ -262,8 +262,8 @@ def server() -> str:
     columns = [
         ("server", "{server}"),
         ("model", "{model}"),
-        ("streams", "{streams}"),
-        ("texts", "{ended:,}"),
+        ("concurrent streams", "{streams}"),
+        ("answers", "{ended:,}"),
         ("tokens/s", "{generated_tokens_per_second:.0f}"),
         ("first token, median, s", "{seconds_to_first_token[p50]:.2f}"),
         ("next token, p99, ms", "{p99:.1f}"),

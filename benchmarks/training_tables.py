@@ -46,7 +46,7 @@ def _distilled(kind: str, arguments: str) -> str:
         ]
         for (method, format), values in perplexities.items()
     ]
-    head = ["", "format", "perplexity", "least to most", "seeds"]
+    head = ["method", "format", "perplexity", "range of seeds", "seeds"]
     note = f"{trained['tokens']:,} tokens a training; "
     steps = trained["tokens"] // 1024
     command = f"python benchmarks/distill.py {arguments} --steps {steps}"
@@ -65,5 +65,5 @@ def training() -> str:
     ]
     last = list(rows.values())[-1]
     head = ["model", f"tokens/s, {last['other_commit']}", "now, compiled"]
-    head += ["times as fast, median of the turns"]
+    head += ["speed-up, median of the turns"]
     return markdown(head, lines, last, "python benchmarks/training_speed.py DATA OTHER")
