@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`UserError`, the exception for wrong input (any other is a defect of ours), and helpers that raise
-it."""
+"""`UserError`, the exception for wrong input (any other is our defect), and helpers that raise it."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -24,8 +23,7 @@ class EngineLacks(UserError):
 
 @contextmanager
 def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turn an `OSError` inside into a `UserError`: `failure` ("cannot read X"), the reason, then
-    `remedy`."""
+    """Turn an `OSError` inside into a `UserError`: `failure` ("cannot read X"), the reason, `remedy`."""
     try:
         yield
     except OSError as error:
@@ -68,8 +66,7 @@ def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, or the first two of a validation error, which ends the first
-    with ":"."""
+    """Return an error's first line, or the first two of a validation error, whose first ends with ":"."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     reason = " ".join(" ".join(lines[: 2 if lines[0].rstrip().endswith(":") else 1]).split())
     return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
@@ -81,8 +78,7 @@ def install(extra: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" with a known word that is similar or begins with `word`; "" without
-    one."""
+    """Return " (did you mean ...?)" with a similar known word or one with this beginning; else ""."""
     words = list(known)
     begin = [each for each in words if each.startswith(word) and len(word.strip("-")) > 2]
     close = begin or difflib.get_close_matches(word, words, 1, 0.7)

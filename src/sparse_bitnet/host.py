@@ -20,8 +20,7 @@ _CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
-    """Return the number of processors for this process; the CPU quota of a container, rounded up, limits
-    it."""
+    """Return the number of processors for this process, at most a container's CPU quota, rounded up."""
     return math.ceil(min([_processors(), *_cpu_quotas()]))
 
 
@@ -66,7 +65,7 @@ def limit_memory(most_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Limit the remaining processor time of this process (on Windows real time, five times); 0: no
+    """Limit the remaining processor time of this process (Windows: real time, five times); 0: no
     limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -18,8 +18,7 @@ REGISTERED = {
     "activation": "int8",
     "schedule": "dense-to-sparse",
 }
-"""Fields that name a registered function (`variants.registry`), and their defaults: the paper's
-choice."""
+"""Fields that name a registered function (`variants.registry`), and their defaults, the paper's."""
 
 OPTIONS = (
     *("activation", "mask_source", "scale_source", "mask_gradient", "ste"),
@@ -220,8 +219,7 @@ class DenseLayersOption:
         return _globs(self.dense_layers.replace(",", "+")) if self.dense_layers else ()
 
     def with_dense_layers(self, format: str) -> SparseBitConfig:
-        """Return the format of a text form with these dense layers. Raises `UserError` if the text names
-        others."""
+        """Return a text form's format with these dense layers. Raises `UserError` if it names others."""
         parsed = SparseBitConfig.parse(format)
         if self.dense_layers and parsed.dense_layers not in ((), self.dense_globs):
             raise UserError(f"--dense-layers {self.dense_layers}: format {format} names others")

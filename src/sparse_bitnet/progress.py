@@ -17,8 +17,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Progress(rich_progress.Progress):
-    """Progress display on a console. `line` adds a line for one piece of work, `note` prints above the
-    lines."""
+    """Progress display on a console: `line` adds a line for a piece of work, `note` prints above."""
 
     def __init__(self, console: Console | None = None, *, plain_lines: int = 0) -> None:
         """Use `console`, by default stderr.

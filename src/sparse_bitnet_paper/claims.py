@@ -60,8 +60,7 @@ def cost_estimate(losses: pd.DataFrame, residual: Residual | None = None) -> Est
 
 
 def losses_at(rates: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return losses of runs at searched rates, without seed 0, which chose the rate and may be lowest by
-    luck."""
+    """Return losses at searched rates, without seed 0, which chose the rate and may be lucky."""
     return pd.DataFrame({format: rows.loss for format, rows in rates.items()}).drop(
         0, errors="ignore"
     )
@@ -195,8 +194,7 @@ def _flips(results: Results) -> Iterator[Claim]:
 
 
 def flips_by_tenth(results: Results) -> dict[str, list[Estimate]]:
-    """Return by design how many octaves more often its masks flip than the baseline's, by tenths of the
-    steps."""
+    """Return by design how many octaves more its masks flip than the baseline's, by tenths of steps."""
     (_, base), *others = (
         (name, flip_curves(results, format)) for name, format in ABLATIONS.items()
     )

@@ -105,8 +105,7 @@ def quickstart(config: QuickstartConfig, console: Console | None = None) -> Quic
 
 
 def cost_figure(results: Results) -> str:
-    """Draw the cost of sparsity at the main size, beside the paper's own: groups with a bar per
-    format."""
+    """Draw the cost of sparsity at the main size beside the paper's own, with a bar per format."""
     pattern = results.setting["pattern"]
     models = {"this run": tables.perplexities(tables.four_models(results, results.main))}
     models |= {f"paper, {size}": theirs for size, theirs in paper_perplexities(pattern).items()}

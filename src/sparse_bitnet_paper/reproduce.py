@@ -277,8 +277,7 @@ _worker_steps: Any = None
 
 
 def _begin_worker(steps: Any) -> None:
-    """Leave the terminal's process group, so that only the first process gets Ctrl-C and stops the
-    workers."""
+    """Leave the terminal's process group: only the first process gets Ctrl-C; it stops the workers."""
     global _worker_steps
     _worker_steps = steps
     os.setpgrp()

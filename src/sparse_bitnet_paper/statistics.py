@@ -63,7 +63,7 @@ class Estimate:
         Args:
             values: by seed.
             residual: pooled; by default the values' own spread.
-            weight: standard deviations of `residual` in one value: the norm of the contrast that it is.
+            weight: standard deviation of one value in units of `residual`: the norm of its contrast.
         """
         self.values, self.count = values, len(values)
         self.mean = float(np.mean(values)) if self.count else math.nan

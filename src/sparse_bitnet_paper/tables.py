@@ -107,8 +107,7 @@ def dense_of(format: str) -> str:
 
 
 def perplexities(rows: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return perplexities of the seeds that all of these models have: one row per seed, one column per
-    format."""
+    """Return perplexities of the seeds that all models have: a row per seed, a column per format."""
     return pd.DataFrame({format: own.perplexity for format, own in rows.items()}).dropna()
 
 
@@ -120,8 +119,7 @@ def four_models(results: Results, model: str) -> dict[str, pd.DataFrame]:
 
 
 def perplexity_columns(perplexity: pd.DataFrame) -> pd.DataFrame:
-    """Return PPL, Δ and Δ % of the four models, from perplexities: one row per seed, one column per
-    format."""
+    """Return PPL, Δ and Δ % of the four models from perplexities: a row per seed, a column per format."""
     lines = []
     for format, own in perplexity.items():
         base = dense_of(str(format))

@@ -237,8 +237,7 @@ def _training_step(
 
 
 def recorded(function: Call, device: torch.device) -> Call:
-    """Return the function as a CUDA graph, after two calls that compile and search kernels; unchanged
-    without CUDA."""
+    """Return the function as a CUDA graph, after two calls that compile it; unchanged without CUDA."""
     if device.type != "cuda":
         return function
     stream = torch.cuda.Stream()
@@ -325,8 +324,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def page(folder: Path, where: Mapping[str, Any], gains: Gains, failures: Mapping[str, str]) -> str:
-    """Return HTML: a table per phase and pattern with speeds, their ratios, the paper's ratios, and
-    failures."""
+    """Return HTML: a table per phase and pattern (speeds, ratios, the paper's ratios), and failures."""
     parts = [f"<h1>{html.escape(where['hardware'])}</h1><p>{where['date']}, {where['commit']}</p>"]
     if rows := read_rows(folder):
         for (phase, pattern), mine in pd.DataFrame(rows).groupby(["phase", "pattern"], sort=False):
@@ -336,8 +334,7 @@ def page(folder: Path, where: Mapping[str, Any], gains: Gains, failures: Mapping
 
 
 def _table(phase: str, rows: pd.DataFrame, gains: Mapping[int, float]) -> str:
-    """Return tokens per second by size, the last variant's ratio to the baseline and to bf16, the
-    paper's ratio."""
+    """Return tokens per second by size, ratios to the baseline and to bf16, and the paper's ratio."""
     variants = list(VARIANTS[phase])
     rows = rows.drop_duplicates(["size", "variant"], keep="last")
     speeds = rows.pivot(index="size", columns="variant", values="tokens_per_second")

@@ -70,8 +70,7 @@ class RooflineMeter:
         self._int8 = dict.fromkeys(isas, 0.0)
 
     def visit(self) -> None:
-        """Measure everything once, in less than a tenth of a second; other processes can only lower the
-        result."""
+        """Measure everything once, in under a tenth of a second; other processes can only lower it."""
         self._read = max(self._read, *map(self._meter.read_rate, _PREFETCH_BYTES))
         for isa, best in self._int8.items():
             self._int8[isa] = max(best, self._meter.int8_rate(isa, _LOOP_SECONDS))

@@ -41,8 +41,7 @@ class PackedCheckpoint(Checkpoint):
     (rows, columns) of their values."""
 
     def __init__(self, stored: StoredModel) -> None:
-        """Raises `UserError` for a file that is damaged, truncated, of another version, or not of this
-        config."""
+        """Raises `UserError` for a file that is damaged, of another version, or not of this config."""
         super().__init__(stored)
         self.file = file = TensorFile(stored.folder / MODEL_FILE)
         self.metadata = metadata = PackedMetadata.from_json(file.metadata, str(file.path))

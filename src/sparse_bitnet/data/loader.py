@@ -43,8 +43,8 @@ class Windows:
     """The windows of one data set, by index."""
 
     def __init__(self, dataset: TokenDataset, length: int) -> None:
-        """`length`: number of tokens that the model sees at once; the data must have at least one
-        more."""
+        """`length`: number of tokens that the model sees at once; the data must have one more at
+        least."""
         self.dataset, self.length = dataset, length
         self._starts = self._learnt = None
         self.learnt_ids = np.empty(0, np.uint32)
@@ -92,8 +92,7 @@ class Windows:
         return int(self._learnt[windows].sum())
 
     def unlearnt(self) -> str:
-        """Return a line that counts and names the windows of conversations without a counted prediction;
-        "" for none."""
+        """Return a line that names windows of conversations without a counted prediction; "" for none."""
         empty = [] if self._learnt is None else np.flatnonzero(self._learnt == 0).tolist()
         if not empty:
             return ""

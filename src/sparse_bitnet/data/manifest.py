@@ -143,8 +143,7 @@ class Manifest:
 
 
 def token_dtype(vocab_size: int, is_chat: bool = False) -> np.dtype:
-    """Return little-endian uint16 if it holds every token id, else uint32, also for the flags of a
-    chat."""
+    """Return little-endian uint16 if it holds every token id, else uint32, as for the flags of a chat."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4")
 
 

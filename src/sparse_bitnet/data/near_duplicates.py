@@ -84,8 +84,7 @@ def regrouped(
 
 
 def rolling_hashes(values: np.ndarray, length: int) -> np.ndarray:
-    """Hash every `length` consecutive values, which alone determine it; uint64
-    [len(values) - length + 1]."""
+    """Hash every `length` consecutive values by these alone; uint64 [len(values) - length + 1]."""
     if len(values) < length:
         return np.empty(0, np.uint64)
     powers, inverses = (np.cumprod(np.full(len(values), factor)) for factor in (_BASE, _INVERSE))

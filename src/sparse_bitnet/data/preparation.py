@@ -220,7 +220,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encoder(
     tokenizer: "PreTrainedTokenizerFast", dtype: np.dtype, chat: bool
 ) -> Callable[[list[Document]], Encoded]:
-    """Return a function that turns a batch of documents, with `chat` conversations, into tokens of type
+    """Return a function from a batch of documents (with `chat`, conversations) to tokens of type
     `dtype`."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

@@ -278,8 +278,7 @@ def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
 
 
 def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
-    """Return YaRN's rope (arXiv 2309.00071): slow dimensions are interpolated, quick ones kept, with a
-    ramp between."""
+    """Return YaRN's rope (arXiv 2309.00071): slow dimensions are interpolated, quick ones kept."""
     context = numbers["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings")
     if numbers.is_set("factor") or not isinstance(longest, int):

@@ -183,8 +183,8 @@ def _activation_group(model: EngineModel, activations: str) -> int:
 def _decoder_model(
     architecture: Architecture, weights: Weights, activation_group: int
 ) -> _cpu.ModelBuilder:
-    """Return sizes, and addresses of memory that `weights` owns; `activation_group` inputs share a
-    scale, 0: all."""
+    """Return sizes, and addresses of the memory of `weights`; `activation_group`: inputs per scale, 0:
+    all."""
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
     ropes = (architecture.rope, architecture.local_rope)
     frequencies = [np.ascontiguousarray(rope.inverse_frequencies, np.float32) for rope in ropes]

@@ -59,8 +59,7 @@ class EngineModel:
         }
 
     def floats(self, name: str) -> np.ndarray:
-        """Return a tensor as float32 after comparing its checksum. Raises `UserError`, naming it, if
-        damaged."""
+        """Return a tensor as float32. Raises `UserError`, naming it, if its checksum does not match."""
         self.file.verify_tensor(name)
         values = self.file.array(name)
         if self.file.entries[name].dtype == "BF16":

@@ -46,8 +46,7 @@ class EngineSequence:
         return len(self._tokens)
 
     def fork(self, length: int | None = None) -> "EngineSequence":
-        """Return a new sequence that starts with the first `length` tokens (default: all). Raises
-        `CacheFull`."""
+        """Return a new sequence with the first `length` tokens (default: all). Raises `CacheFull`."""
         with self.engine.turn():
             length = self.check(len(self) if length is None else length)
             cache = self.engine._fork(self, length)
@@ -159,8 +158,7 @@ class InferenceEngine(ABC):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Keep other threads from using the engine inside the block. Raises `ValueError` after
-        `close`."""
+        """Keep other threads off the engine inside the block. Raises `ValueError` after `close`."""
         with self._turns:
             if self._is_closed:
                 raise ValueError("the engine is closed")

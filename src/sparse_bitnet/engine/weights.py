@@ -166,8 +166,7 @@ def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool)
 
 
 def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Return the bytes between rows: whole cache lines, or for lookup the exact bytes, as its strips
-    fill lines."""
+    """Return the bytes between rows: whole cache lines, except for lookup, whose strips fill lines."""
     size = row_bytes(weight_format, pattern, columns, exact)
     return size if weight_format == "lookup" else _aligned(size)
 
@@ -313,8 +312,8 @@ class Weights:
         return matrices, bytes_of_all
 
     def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
-        """Return the scales of a matrix as arguments of `_cpu.Matrix`, one per `group` weights unless
-        that is 0."""
+        """Return a matrix's scales as arguments of `_cpu.Matrix`, one per `group` weights unless it is
+        0."""
         values = self._model.scales(name)
         if group == 0 and values.size == 1:
             return {"scale": values.item()}
@@ -345,8 +344,7 @@ class Weights:
         shape: tuple[int, int],
         in_place: int | None = None,
     ) -> None:
-        """Write the rows of a packed tensor to the address of its matrix, unless they are used
-        `in_place`."""
+        """Write the rows of a packed tensor to the address of its matrix, unless used `in_place`."""
         coded, form = coded_pattern(pattern), packed_format.replace("-", "_")
         source = _cpu.StoredMatrix(
             _cpu.StoredFormat[form], coded.n, coded.m, *shape, **self._source(name, in_place)
@@ -356,8 +354,8 @@ class Weights:
         self._check(name, crc32, is_readable, why)
 
     def _in_place(self, name: str, rows: int, stride: int) -> int | None:
-        """Return the address of a tensor in the mapped file if its rows have the run-time layout there,
-        else None."""
+        """Return a tensor's address in the mapped file if its rows have the run-time layout, else
+        None."""
         entry, mapped = self._model.file.entries[name], self._mapped
         fits = entry.end - entry.begin == rows * stride and entry.begin % _ALIGNMENT == 0
         read = entry.begin + _in_strips(rows) * stride + _SLACK

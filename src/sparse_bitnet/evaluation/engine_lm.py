@@ -50,8 +50,7 @@ class EngineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return tokens, with the special tokens that the tokenizer adds unless told otherwise or
-        already present."""
+        """Return tokens; the tokenizer adds its special tokens unless told otherwise or present."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = not has_bos_prefix(string, prefix)

@@ -219,8 +219,7 @@ class Evaluation(Perplexity):
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, comparable between tokenizers; None if the size of the text is
-        unknown."""
+        """Bits per byte of text, comparable between tokenizers; None if the text's size is unknown."""
         if not self.text_bytes:
             return None
         return self.mean_nll * self.tokens / math.log(2) / self.text_bytes

@@ -175,8 +175,7 @@ def _block(config: ExportConfig) -> BlockType | None:
 
 
 def check_folder_format(source: Checkpoint, format: str) -> None:
-    """Raise `UserError` for a model that a format does not support, or that its readers compute
-    differently."""
+    """Raise `UserError` for a model that a format does not support, or its readers compute otherwise."""
     if format == "dense":
         return
     is_bitnet = format == "bitnet"

@@ -61,14 +61,12 @@ def check_reader(source: Checkpoint, block: BlockType) -> None:
 
 
 def _metadata(source: Checkpoint) -> tuple[GgufArchitecture, dict[str, object]]:
-    """Return the GGUF architecture and metadata of a model. Raises `UserError` if GGUF does not support
-    it."""
+    """Return a model's GGUF architecture and metadata. Raises `UserError` if GGUF does not support it."""
     return metadata_of(source.config, f"{source.folder}/config.json")
 
 
 def scale_groups(source: Checkpoint) -> dict[str, int]:
-    """Return for each sparse layer how many weights of a row share a scale; 0 for one scale per
-    matrix."""
+    """Return for each sparse layer how many weights of a row share a scale; 0: one scale per matrix."""
     groups = dict.fromkeys(source.layers, 0)
     for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
         file = source.file

@@ -125,8 +125,7 @@ def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
 
 
 def _adds_space(content: dict[str, Any], path: Path) -> bool:
-    """Whether a space is added before a text. Raises `UserError` for anything that SentencePiece does
-    not do."""
+    """Whether a space is added before a text. Raises `UserError` for other steps than SentencePiece's."""
     normalizer = content.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     pre_tokenizer = content.get("pre_tokenizer") or {}

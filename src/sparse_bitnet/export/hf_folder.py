@@ -87,8 +87,7 @@ def plain_config(
 
 
 def older_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `rope_parameters` under the names of transformers 4, which ignores that
-    table."""
+    """Return the fields of `rope_parameters` under transformers 4's names, which ignores that table."""
     tables = config.get("rope_parameters")
     if not isinstance(tables, dict):
         return {}
@@ -130,8 +129,7 @@ def write_generation_config(source: Path, folder: Path) -> None:
 
 
 def stored_ends(folder: Path) -> Any:
-    """Return `eos_token_id` of generation_config.json, else of config.json: a token, a list of them, or
-    None."""
+    """Return `eos_token_id` of generation_config.json, else of config.json: a token, a list, or None."""
     for name in ("generation_config.json", CONFIG_FILE):
         if (ends := read_json_if_there(folder / name).get("eos_token_id")) is not None:
             return ends

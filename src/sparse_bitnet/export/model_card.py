@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model card (README.md) of an export: what the model is, how it was trained, how to load it in each
-tool."""
+"""Model card (README.md) of an export: what the model is, its training, how to load it in each tool."""
 
 import math
 from collections.abc import Sequence

@@ -238,8 +238,7 @@ def _as_stored(checkpoint: Checkpoint) -> Tensors:
 
 
 def _int8_pieces(pieces: Iterator[Any], scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield int8 codes, each row quantised as `quantize_int8` does a token; append the scales to
-    `scales`."""
+    """Yield int8 codes, each row quantised as `quantize_int8` does a token; append to `scales`."""
     for piece in pieces:
         values = _floats(piece)
         largest = np.maximum(np.abs(values).max(-1, keepdims=True), np.float32(SCALE_FLOOR))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats: a model's chat template makes prompts of messages, and a conversation computes each turn
-once."""
+"""Chats: a model's chat template turns messages into prompts, and each turn is computed once."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -81,8 +80,7 @@ class ChatTemplate:
 
 
 class Conversation:
-    """The messages so far, each a dictionary with "role" and "content", and the model that answers
-    them."""
+    """The messages so far, dictionaries with "role" and "content", and the model that answers them."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: llguidance computes which tokens can come next, so that every output fits a
-grammar."""
+"""Structured output: llguidance computes which tokens can come next, so that output fits a grammar."""
 
 import hashlib
 import importlib.util
@@ -28,8 +27,7 @@ _LONGEST = 64
 _MOST_SECONDS, _FREE_SECONDS = 0.5, 0.005
 """Seconds of processor time that an output's grammar may owe, and that each call pays back."""
 _KEPT = 8
-"""Number of recent grammars to keep at their start: compiling takes 5 ms, and an agent's requests share
-one."""
+"""Number of recent grammars to keep: compiling takes 5 ms, and an agent's requests share one."""
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _OFFSETS = np.where(_FLAGS == 1, np.float32(0), np.float32(-np.inf))
 """float32 [256, 8]: offsets that a byte of a mask adds to the logits of its eight tokens."""
@@ -81,8 +79,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """Return the grammar of one of the texts, as one terminal: as rules, llguidance supports only
-        2,000."""
+        """Return the grammar of one of the texts, as one terminal: llguidance limits rules to 2,000."""
         return cls.lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, texts)))
 
     @classmethod
@@ -93,8 +90,7 @@ class Grammar:
 
     @classmethod
     def rules(cls, text: str) -> Self:
-        """Return a grammar of rules in Lark or llama.cpp's GBNF; `TokenGrammars.start` finds out
-        which."""
+        """Return a grammar of rules in Lark or llama.cpp's GBNF; `TokenGrammars.start` detects which."""
         return cls(text, is_lark_or_gbnf=True)
 
 
@@ -124,8 +120,8 @@ def json_rule(schema: Any, is_strict: bool) -> str:
 
 
 class TokenGrammars:
-    """Grammars in the tokens of one model. Creating it takes seconds for 150,000 tokens and blocks other
-    threads."""
+    """Grammars in one model's tokens. Creating it blocks other threads, for seconds with 150,000
+    tokens."""
 
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: frozenset[int]
@@ -220,8 +216,7 @@ class _Vocabulary:
         self._by_bytes = {self.tokens[token]: token for token in plain}
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of text that must come, as the model would write it, without special tokens
-        around it."""
+        """Return the tokens of text that must come, as the model would write it; no special tokens."""
         tokens, rest = self._encode(text, add_special_tokens=False), text.encode()
         known = [self.tokens[token] for token in tokens if token < len(self.tokens)]
         if b"".join(known) == rest:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from sparse_bitnet.generation.grammar import GrammarMatcher
 
 FinishReason = Literal["stop", "length", "cancelled", "shutdown", "error"]
-"""Why a generation ended: an end token or stop string, `max_tokens`, its client, shutdown, or an
-error."""
+"""Why a generation ended: end token or stop string, `max_tokens`, its client, shutdown, or an error."""
 
 _PAIR = struct.Struct("<id")
 _LEAST = -9999.0
@@ -32,8 +31,7 @@ _LEAST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token, its natural log-probability before sampling's changes, and the likeliest tokens at its
-    place."""
+    """A token, its natural log-probability before sampling's changes, and the likeliest tokens."""
 
     token: int
     logprob: float | None
@@ -103,8 +101,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Stop strings: the text ends before the first of them."""
     is_start: bool = False
-    """Whether the output starts a text of its own instead of continuing the prompt's; see
-    `TextStream`."""
+    """Whether the output starts its own text instead of continuing the prompt; see `TextStream`."""
     stop_tokens: frozenset[int] = frozenset()
     """End-of-sequence tokens; they are not part of the text."""
     grammar: "GrammarMatcher | None" = None
@@ -168,8 +165,7 @@ class Generation:
 
     @cached_property
     def context(self) -> list[int]:
-        """Prompt and generated tokens. Created on first use, so that a waiting request holds no copy of
-        its prompt."""
+        """Prompt and generated tokens; created on first use, so that waiting requests hold no copy."""
         return list(self.request.prompt)
 
     @property
@@ -240,8 +236,7 @@ class Generation:
 
     @property
     def shareable(self) -> np.ndarray:
-        """The beginning of the prompt that may come from the prefix cache, since its logits are not
-        needed; int32."""
+        """Beginning of the prompt that may come from the prefix cache (needs no logits); int32."""
         return self.prompt_array[: min(self._unscored, self.largest_cache(0))]
 
     @property
@@ -277,8 +272,7 @@ class Generation:
         return self.generated > 0 and self.missing == 1
 
     def entry(self, size: int) -> tuple[EngineSequence, list[int]]:
-        """Return the generation's part of a forward: its sequence and the next tokens, draft tokens
-        last."""
+        """Return its part of a forward: the sequence and the next tokens, draft tokens last."""
         assert self.sequence is not None
         tokens = self.context[self.in_cache : self.in_cache + size]
         return self.sequence, tokens + self.draft[: size - len(tokens)]
@@ -303,8 +297,7 @@ class Generation:
             self.prompt_scores.append(score(row, token, top))
 
     def take(self, results: np.ndarray, which: WhichLogits) -> list[Output]:
-        """Return the outputs that follow from the results of the tokens just computed; [] while some are
-        missing."""
+        """Return the outputs that the computed tokens' results give; [] while tokens are missing."""
         if which == "all" and self.generated:
             return self._take_draft(results)
         if which == "all":

@@ -147,8 +147,7 @@ def _template(source: str) -> "jinja2.Template":
     import jinja2.sandbox
 
     class GenerationBlock(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; here its content is rendered
-        unchanged."""
+        """`{% generation %}` marks the assistant's words for training; here it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 

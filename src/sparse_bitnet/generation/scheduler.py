@@ -144,8 +144,7 @@ class Scheduler:
                 self._prefixes.clear()
 
     def _checked(self, request: GenerationRequest, most: int, group: int = 0) -> Generation:
-        """Return a request's generation. Raises `UserError` as `run` does; `most`: maximum tokens of one
-        generation."""
+        """Return a request's generation of at most `most` tokens. Raises `UserError` as `run` does."""
         prompt, new = request.prompt, request.max_tokens
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
@@ -203,8 +202,7 @@ class Scheduler:
             return [*self._waiting, *self._running]
 
     def _admit(self) -> None:
-        """Start waiting generations while there is room: in order, but one of each group before the
-        second of another."""
+        """Start waiting generations while there is room: in order, but groups take turns."""
         with self._lock:
             waiting = list(self._waiting)
         counts = Counter(generation.group for generation in self._running)
@@ -393,8 +391,7 @@ class Load(NamedTuple):
 
 
 class ThreadedScheduler(Scheduler):
-    """A scheduler with a thread of its own. Any thread may call its methods; output arrives through
-    `deliver`."""
+    """A scheduler with its own thread. Any thread may call its methods; `deliver` gets the output."""
 
     _room_ahead = 64
 

@@ -98,8 +98,7 @@ class ForwardCosts:
         self._seconds[tokens] = before + (seconds - before) * 5 * _MEMORY
 
     def seconds(self, tokens: int) -> float:
-        """Return the measured time, or an estimate from the nearest; 1.0 per forward if nothing is
-        measured."""
+        """Return the measured time, or an estimate from the nearest; without any, 1.0 per forward."""
         known = sorted(self._seconds)
         if not known:
             return 1.0 + _UNKNOWN_COST * tokens

@@ -295,8 +295,7 @@ def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: printable ones stand for themselves, others for 256, 257,
-    ..."""
+    """Return GPT-2's characters for bytes: printable ones are themselves, others 256, 257, ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others: Iterable[int] = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {

@@ -176,8 +176,7 @@ def _in_blocks(model: nn.Module) -> FilterFn:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer, under whatever class name, whose weight is not itself
-    computed."""
+    """Whether the module is a linear layer, under any class name, whose weight is not computed."""
     known = isinstance(module, SparseBitLinear) or type(module) is nn.Linear
     known = known or _class_name(module) in (_CONV1D, *_LINEAR)
     return known and isinstance(module.weight, nn.Parameter)
@@ -196,8 +195,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
-    """Return the replacement of a linear layer, with the same parameters, or of experts, with new
-    ones."""
+    """Return a linear layer's replacement, with the same parameters, or experts', with new ones."""
     if is_fused_experts(module):
         return SparseBitExperts(module, config, name)
     linear = module

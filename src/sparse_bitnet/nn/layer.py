@@ -38,8 +38,7 @@ _NORM_MEMORY = 0.9
 
 
 class KeepsBufferTypes(nn.Module):
-    """A module whose own buffers keep type and bits when `half` or `to` gives the weights another
-    type."""
+    """A module whose buffers keep type and bits when `half` or `to` gives the weights another type."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         held = dict(self.named_buffers(recurse=False))
@@ -117,8 +116,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @property
     def mask(self) -> Tensor | None:
-        """The bool mask [out_features, in_features] of the last selection, see `select_`; None without
-        one."""
+        """The bool mask [out_features, in_features] of the last selection (`select_`), or None."""
         current = self.current
         if current is not None and current.mask is not None:
             return current.mask
@@ -281,8 +279,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return self.weight.grad
 
     def _gradient_mask(self, selection: Selection, weight: Tensor) -> Tensor | None:
-        """Return where the weight gets its gradient, bool [out_features, in_features]; None:
-        everywhere."""
+        """Return where the weight gets its gradient, bool [out_features, in_features]; None: all."""
         kept = selection.mask if self.config.mask_gradient == "masked" else None
         if self.config.ste == "clipped":
             assert selection.weight_scale is not None

@@ -20,15 +20,13 @@ from sparse_bitnet.packing.two_bits import unpack_codes
 
 
 def fake_quantize_ternary(weight: Tensor) -> Tensor:
-    """Return the ternary weight, codes times scale, in the shape and dtype of `weight`; the gradient is
-    the identity."""
+    """Return codes times scale, in the shape and dtype of `weight`, with the identity as gradient."""
     codes, scale = quantize_ternary(weight)
     return straight_through(weight, (codes * scale).to(weight.dtype))
 
 
 def fake_quantize_int8(x: Tensor) -> Tensor:
-    """Return the int8 activation, codes times scale, in the shape and dtype of `x`; the gradient is the
-    identity."""
+    """Return codes times scale, in the shape and dtype of `x`, with the identity as gradient."""
     codes, scale = quantize_int8(x)
     return straight_through(x, (codes * scale).to(x.dtype))
 
@@ -45,8 +43,7 @@ class InputQuantizer:
         return self.variant.call(x, hook="transform") if self.variant.has("transform") else x
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return int8 [..., features] and float32 [..., 1]; None with int8, which the products quantise
-        themselves."""
+        """Return int8 [..., features] and float32 [..., 1]; None with int8, quantised by the products."""
         if self.name == "int8":
             return None
         codes, scale = self.variant.call(x.detach())

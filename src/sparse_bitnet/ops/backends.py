@@ -103,8 +103,7 @@ def cusparselt_unavailable() -> str:
 
 
 def check_choice() -> None:
-    """Raise `UserError` if SPARSE_BITNET_KERNEL has an unknown value, or one that this machine cannot
-    honour."""
+    """Raise `UserError` if SPARSE_BITNET_KERNEL is unknown or cannot be honoured on this machine."""
     cpu_kernels()
     if choice_of_kernel() == "triton" and (reason := triton_unavailable()):
         raise UserError(f"SPARSE_BITNET_KERNEL=triton: {reason}")

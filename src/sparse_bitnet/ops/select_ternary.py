@@ -32,8 +32,7 @@ def absmean_reference(weight: Tensor) -> Tensor:
 
 
 def abs_sum(weight: Tensor) -> Tensor:
-    """Return sum(|weight|), a float64 scalar, from which `absmean` is computed if a matrix lies in
-    parts."""
+    """Return sum(|weight|), a float64 scalar, for the `absmean` of a matrix that lies in parts."""
     # Row sums first: a float64 copy of a whole matrix would be twice its size.
     magnitudes = weight.abs()
     if weight.dim() > 1:
@@ -82,8 +81,7 @@ def select_ternary_reference(
 def select_ternary_bits_reference(
     weight: Tensor, weight_scale: Tensor, n: int, m: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int8 codes as `select_ternary` does, with whichever kernel it has, and the mask as
-    `pack_mask` does."""
+    """Return int8 codes as `select_ternary` does, with any kernel, and the mask as `pack_mask` does."""
     codes, mask = select_ternary(weight, weight_scale, n, m)
     return codes, pack_mask(mask, m)
 

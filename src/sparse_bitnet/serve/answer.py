@@ -96,8 +96,7 @@ class Answering:
         return response
 
     async def embeddings(self, raw: bytes, request: Request) -> Response:
-        """Return a vector for each text, computed between the steps of other requests. Raises
-        `ApiError`."""
+        """Return a vector per text, computed between the steps of other requests. Raises `ApiError`."""
         outputs, deliver = self._outputs()
 
         def read() -> tuple[EmbeddingsBody, list[GenerationRequest]]:
@@ -173,8 +172,7 @@ async def _check_connected(request: Request) -> None:
 
 
 def _name_ignored(response: Response, names: Iterable[str]) -> None:
-    """Name the ignored parameters in a header: as many as fit, in ASCII, since clients choose the
-    names."""
+    """Name ignored parameters in a header: as many as fit, in ASCII, since clients choose the names."""
     shown = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in sorted(names)]
     if shown:
         response.headers["X-Ignored-Parameters"] = ", ".join(shown[:40])
@@ -220,8 +218,7 @@ async def _new_outputs(
 async def _events(
     reply: Reply, choices: Sequence[Choice], outputs: Outputs
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events. An error after the start is an event too, followed by the other choices'
-    events."""
+    """Yield server-sent events. An error after the start is an event; other choices continue."""
     for choice in choices:
         if opening := reply.opening(choice):
             yield opening

@@ -177,8 +177,7 @@ def _encode(text: str, model: ServedModel, most: int, *, adds_special: bool) -> 
 def _prompt_tokens(
     prompt: str | list[int], model: ServedModel, most: int, param: str, adds_special: bool = True
 ) -> list[int]:
-    """Return the tokens of a text, or the given tokens. Raises `ApiError` for none, unknown, or too
-    many."""
+    """Return a text's tokens, or the given tokens. Raises `ApiError` for none, unknown, or too many."""
     if isinstance(prompt, str):
         # An empty prompt starts as in training: after the token that ends another text.
         tokens = _encode(prompt, model, most, adds_special=adds_special)
@@ -237,8 +236,7 @@ def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
 def _with_calls(
     grammar: Grammar | None, body: ChatBody, syntax: ToolSyntax | None
 ) -> Grammar | None:
-    """Return a grammar of tool calls or an answer, as OpenAI does; of the answer alone if both begin
-    with {."""
+    """Return a grammar of tool calls or an answer, like OpenAI; of the answer if both begin with {."""
     assert syntax is not None
     is_answer = grammar is not None and body.response_format is not None
     if body.calls_are_forced and grammar is not None and not is_answer:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listening server: checks whether a request is meant for it, and ends gracefully on SIGINT or
-SIGTERM."""
+"""The listening server: checks that a request is meant for it, and ends gracefully on a signal."""
 
 import gc
 import ipaddress

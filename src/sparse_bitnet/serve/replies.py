@@ -33,8 +33,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def json_blocks(content: dict[str, Any]) -> Iterator[bytes]:
-    """Yield JSON in blocks, computed on request, so that other threads can run in between. Iterators
-    become lists."""
+    """Yield JSON in blocks, so that other threads can run in between. Iterators become lists."""
     pieces = json.JSONEncoder(separators=(",", ":"), default=list).iterencode(content)
     while block := "".join(islice(pieces, _PIECES)):
         yield block.encode()
@@ -84,8 +83,7 @@ class Choice:
 
 
 class Reply:
-    """The objects of one answer of /v1/completions or /v1/chat/completions; all have the same id and
-    time."""
+    """The objects of one answer of /v1/completions or /v1/chat/completions, with a common id and time."""
 
     def __init__(self, model: ServedModel, body: Body) -> None:
         self._body, self._tokenizer = body, model.tokenizer
@@ -199,8 +197,7 @@ class Reply:
         }
 
     def _name(self, token: int) -> str:
-        """Return the token's text; bytes that are not a character by themselves are written as OpenAI
-        does."""
+        """Return the token's text; bytes that are not a character are written as OpenAI does."""
         given = self._tokenizer.token_bytes(token)
         try:
             return given.decode()

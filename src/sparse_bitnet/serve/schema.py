@@ -264,8 +264,7 @@ class CompletionBody(_Body):
 
     @property
     def top_scores(self) -> int | None:
-        """Number of likeliest tokens to report per token, all with log-probabilities; None: no
-        log-probabilities."""
+        """Number of likeliest tokens to report per token, with log-probabilities; None: none."""
         return self.logprobs
 
     def check(self) -> None:
@@ -330,8 +329,7 @@ class ChatBody(_Body):
 
     @property
     def top_scores(self) -> int | None:
-        """Number of likeliest tokens to report per token, as in `CompletionBody.top_scores`; None:
-        none."""
+        """Number of likeliest tokens to report per token, see `CompletionBody.top_scores`; None: none."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls in a model's output: the syntax of each family of templates, a streaming parser, and
-grammars."""
+"""Tool calls in a model's output: the syntax of each family of templates, a parser, and grammars."""
 
 import json
 import re

@@ -30,8 +30,7 @@ WORTH_COMPILING = 5e12
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device; "auto" is CUDA if available. Raises `UserError` if CUDA is requested and
-    unavailable."""
+    """Return the device; "auto" is CUDA if available. Raises `UserError` if "cuda" is unavailable."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device; use --device cpu")
     if name == "auto":
@@ -50,8 +49,7 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def resolve_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the compute type; "auto" is bfloat16 if the device has fast bfloat16 products, else
-    float32."""
+    """Return the compute type; "auto" is bfloat16 if the device is fast with it, else float32."""
     if precision == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
         precision = "bf16" if fast else "float32"

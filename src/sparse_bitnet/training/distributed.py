@@ -89,8 +89,7 @@ class World:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise a `UserError` from inside the block, of any process, in all processes when the block
-        ends."""
+        """Raise a `UserError` from inside the block, of any process, in all of them at its end."""
         raised = None
         try:
             yield
@@ -243,8 +242,7 @@ def place_(
 
 @torch.no_grad()
 def _fill_(model: nn.Module, world: World, device: torch.device, whole: nn.Module | None) -> None:
-    """Copy the values of a whole model in the first process to its parts in all processes, one tensor at
-    a time."""
+    """Copy the values of the first process's whole model to the parts in all, one tensor at a time."""
     given = {} if whole is None else _tensors(whole)
     for name, part in _tensors(model).items():
         value = torch.empty(part.shape, dtype=part.dtype, device=device)

@@ -109,8 +109,7 @@ def _loss_and_gradients(
 
 @cache
 def _compiled_chunk(device: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a compiled chunk loss: one pass for the sums and one for the gradient, where eager code
-    makes ten."""
+    """Return a compiled chunk loss: a pass for the sums and one for the gradient; eager makes ten."""
     return torch.compile(_loss_and_gradients, options=compile_options(device))
 
 
@@ -155,8 +154,7 @@ def default_chunk_tokens(vocab_size: int) -> int:
 def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
-    """Return the last hidden states, [batch, sequence, hidden_size], times the scale that the model
-    gives its logits."""
+    """Return the last ones, [batch, sequence, hidden_size], times the model's scale of its logits."""
     packed = {} if position_ids is None else {"position_ids": position_ids}
     hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     scale = output_scale(model)
@@ -164,8 +162,7 @@ def hidden_states(
 
 
 class SummedLoss(torch.nn.Module):
-    """A transformers causal LM whose forward returns its loss; a training step calls it, and FSDP splits
-    it."""
+    """A transformers causal LM whose forward returns its loss; steps call it, and FSDP splits it."""
 
     def __init__(
         self,
@@ -202,8 +199,7 @@ class SummedLoss(torch.nn.Module):
 
 
 def mean_of(total: float, scored: float) -> tuple[float, int]:
-    """Return the mean of a sum, and the number of its terms. Raises `UserError` when nothing was
-    scored."""
+    """Return the mean of a sum, and the number of terms. Raises `UserError` if nothing was scored."""
     if scored == 0:
         raise UserError("no token to score: the evaluation data is empty")
     return total / scored, int(scored)

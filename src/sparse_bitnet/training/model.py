@@ -120,8 +120,7 @@ def merged(adapted: Any) -> tuple["PreTrainedModel", float]:
 
 
 def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW whose weight decay applies to the matrices of the blocks, and to embeddings on
-    request."""
+    """Return AdamW that decays the matrices of the blocks, and on request the embeddings."""
     embeddings = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())

@@ -7,8 +7,7 @@ from sparse_bitnet.training.config import TrainConfig
 
 
 def default() -> TrainConfig:
-    """Return a config that trains well from a million to a few hundred million parameters; adjust steps
-    and batch."""
+    """Return a config that trains well from a million to a few hundred million parameters."""
     return TrainConfig()
 
 
@@ -49,8 +48,7 @@ def paper_tuned() -> TrainConfig:
 
 
 def distill() -> TrainConfig:
-    """Return a config that turns a pretrained model into a ternary sparse one, with itself as the
-    teacher."""
+    """Return a config that makes a pretrained model ternary and sparse, with itself as teacher."""
     return TrainConfig(learning_rate=1e-3, warmup_fraction=0.1, weight_decay=0.01)
 
 

@@ -162,8 +162,7 @@ class RunCheckpoints:
         files: dict[str, str],
         data_identity: dict[str, Any],
     ) -> None:
-        """Prepare to read and write; `files` are the `model_files`, `data_identity` that of the training
-        data."""
+        """`files`: the `model_files`; `data_identity`: that of the training data."""
         self.config, self.world, self.run = config, world, Path(config.out)
         self.parameters, self.layers = dict(model.named_parameters()), sparse_layers(model)
         self.optimizer, self.files, self.data_identity = optimizer, files, data_identity

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of a run: learning rate, weight decay, kept weights and share of quantised values. Steps
-count from 1."""
+"""Schedules of learning rate, weight decay, kept weights and quantised share. Steps count from 1."""
 
 import math
 

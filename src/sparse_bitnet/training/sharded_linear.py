@@ -249,8 +249,7 @@ class GatheredWeight(Tensor):
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """Return this process's rows of a parameter or optimiser state, a plain tensor that shares its
-    memory."""
+    """Return this process's rows of a parameter or optimiser state, a tensor that shares its memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.rows if isinstance(local, RowShard) else local.detach()
 

@@ -103,8 +103,7 @@ def train(
 def _take_folder(
     config: TrainConfig, text: TokenDataset, held_out: Windows, held: ExitStack
 ) -> RunResult | None:
-    """Lock the run folder for this process until `held` ends; return the result if the run is
-    finished."""
+    """Lock the run folder for this process until `held` ends; return the result of a finished run."""
     run, data = Path(config.out), _identity(text, held_out)
     if (finished := check_run(run, config, data)) is not None:
         return finished

@@ -98,8 +98,7 @@ class Variant:
         return hook in self.functions
 
     def call(self, *args: Any, hook: str = "", matrix: Matrix | None = None) -> Any:
-        """Call the function, or one of its hooks, with its fields, and with `matrix` if it has that
-        parameter."""
+        """Call the function or a hook with its fields, and with `matrix` if it has that parameter."""
         function, keywords = self.functions[hook]
         given = {**self.values, "matrix": matrix}
         return function(*args, **{k: given.get(k, default) for k, default in keywords.items()})
