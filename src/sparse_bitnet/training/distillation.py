@@ -287,8 +287,9 @@ class DistillationLoss(SummedLoss):
     def of_teacher(self) -> SummedLoss | None:
         """Return the teacher's own loss; None for a teacher whose logits are cached."""
         (teacher,) = self._teacher
-        is_here = isinstance(teacher, Teacher)
-        return SummedLoss(teacher.model, self.chunk_tokens) if is_here else None
+        if not isinstance(teacher, Teacher):
+            return None
+        return SummedLoss(teacher.model, self.chunk_tokens)
 
     def take_divergence(self) -> Tensor:
         """Return the sum of KL(teacher || student), float64, since the last call."""

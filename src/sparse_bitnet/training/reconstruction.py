@@ -7,7 +7,7 @@ recover.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,11 @@ def start_from_teacher_(
         text, sequence_length=config.sequence_length, batch_size=count, seed=config.data_seed
     )
     input_ids, _, *positions = (each.to(device) for each in loader.batch(0))
-    teacher = find_checkpoint(config.teacher).load(dtype=dtype).requires_grad_(False).to(device)
+    teacher: Any = find_checkpoint(config.teacher).load(dtype=dtype).requires_grad_(False)
     with Progress(plain_lines=10) as progress:
         errors = reconstruct_(
-            student.to(device),
-            teacher,
+            cast(Any, student).to(device),
+            teacher.to(device),
             (input_ids, *positions),
             dtype=dtype,
             seed=config.data_seed,
@@ -112,7 +112,7 @@ def reconstruct_(
         optimizer = torch.optim.AdamW(
             block.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        steps, losses = EPOCHS * len(parts), []
+        steps, losses = EPOCHS * len(parts), list[Tensor]()
         for step in range(steps):
             if step % len(parts) == 0:
                 places, losses = torch.randperm(len(parts), generator=order).tolist(), []
