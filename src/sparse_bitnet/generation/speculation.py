@@ -166,8 +166,8 @@ class Speculation:
         sizes = self._sizes(chances, texts)
         for generation, text, size in zip(generations, texts, sizes, strict=True):
             if text.drafted:
-                drafted = self._drafted(text, generation.context, size) if size else []
-                text.draft = [token for token in drafted if token < self._engine.vocab_size]
+                tokens = self._drafted(text, generation.context, size) if size else []
+                text.draft = [token for token in tokens if token < self._engine.vocab_size]
             del text.draft[size:]
         return [text.draft for text in texts]
 
