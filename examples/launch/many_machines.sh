@@ -6,7 +6,7 @@
 #       examples/launch/many_machines.sh --recipe paper-tuned
 #
 # DATA and OUT lie on storage that all machines share. HEAD is one of the machines, the same for all.
-# MACHINES may be a range (6:8): the run then goes on with fewer when one is lost, on the same data,
+# MACHINES may be a range (6:8): if a machine is lost, the run then continues with fewer, on the same data,
 # as long as the number of processes divides the batch.
 set -euo pipefail
 
@@ -18,11 +18,11 @@ PORT="${PORT:-29400}"
 JOB="${JOB:-sparse-bitnet}"
 PROCESSES="${PROCESSES:-gpu}"
 RESTARTS="${RESTARTS:-10}"
-# Else a machine that joins later waits for an address that nobody tells it.
+# Without this, a machine that joins later waits for an address that it never receives.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# Inside a machine the model is split, between machines replicated: --shard 8 "$@" may be better where
-# the network is slow; `sparse-bitnet plan --shard 8` says what it saves.
+# By default all processes split the model. On a slow network, --shard 8 can be faster: the 8 processes of
+# a machine split the model, and the machines replicate it.
 exec torchrun --nnodes "$MACHINES" --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \
     --rdzv-id "$JOB" --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" \
     -m sparse_bitnet train --data "$DATA" --out "$OUT" "$@"

@@ -4,8 +4,8 @@
 #
 #   DATA=data OUT=run PROCESSES=8 examples/launch/one_machine.sh --recipe paper-tuned
 #
-# A process that dies is started again with the others, up to RESTARTS times; the run goes on from its
-# newest intact checkpoint. After an interruption run the same command again.
+# If a process dies, torchrun starts all of them again, up to RESTARTS times, and the run resumes from its
+# newest checkpoint. After an interruption, run the same command again.
 set -euo pipefail
 
 : "${DATA:?folder written by sparse-bitnet prepare}"
