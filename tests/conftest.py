@@ -45,7 +45,7 @@ if torch is not None and not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A broken build fails; without the extension tests run only where that is asked for."""
+    """Fail for a broken build, unless SPARSE_BITNET_PURE_PYTHON says to test without the extension."""
     if os.environ.get("SPARSE_BITNET_PURE_PYTHON") is None:
         try:
             importlib.import_module("sparse_bitnet._cpu")

@@ -37,7 +37,7 @@ def test_every_equation_is_mapped() -> None:
     assert all(f"| eq. {number}" in rows for number in range(1, 7))
 
 
-def test_text_forms_are_the_ones_that_parse() -> None:
+def test_text_forms_parse() -> None:
     forms = re.findall(r"`((?:ternary|full)-\d+:\d+[\w=,]*)`", METHOD.read_text(encoding="utf-8"))
     assert len(set(forms)) >= 7
     for form in forms:

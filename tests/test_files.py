@@ -62,7 +62,7 @@ class TestWriteAtomic:
         assert os.listdir(tmp_path) == ["file"]
 
     @pytest.mark.parametrize("name", ["file/x", "a" * 250, "."])
-    def test_what_is_no_name_for_a_file_is_one_line(
+    def test_an_impossible_file_name_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         (tmp_path / "file").write_text("old")
@@ -80,7 +80,7 @@ class TestAtomicFolder:
         (path / "old").write_text("old")
         return path
 
-    def test_appears_whole_with_its_parents(self, tmp_path: Path) -> None:
+    def test_folder_appears_whole_with_its_parents(self, tmp_path: Path) -> None:
         path = tmp_path / "a" / "b"
         with atomic_folder(path) as folder:
             (folder / "sub").mkdir()
@@ -165,7 +165,7 @@ class TestAtomicFolder:
         assert os.listdir(old.parent) == ["folder"]
 
     @pytest.mark.parametrize("name", ["file", ".", ".."])
-    def test_what_cannot_be_replaced_is_refused(
+    def test_a_file_in_the_place_of_a_folder_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         (tmp_path / "file").write_text("mine")

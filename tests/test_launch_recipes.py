@@ -16,7 +16,7 @@ SCRIPTS = sorted([*FOLDER.glob("*.sh"), *FOLDER.glob("*.sbatch")])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_shell_parses(script: Path) -> None:
+def test_shell_recipes_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
 
 
@@ -79,7 +79,7 @@ def check_torchrun_options(arguments: list[str]) -> None:
     assert options.standalone or options.rdzv_endpoint == "first:29400"
 
 
-def test_the_manifest_has_the_operators_form() -> None:
+def test_kubernetes_manifest_is_valid() -> None:
     yaml = pytest.importorskip("yaml")
     manifest = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")

@@ -58,7 +58,7 @@ class TestConfig:
     def test_text_form_is_short(self, text: str) -> None:
         assert str(SparseBitConfig.parse(text)) == text
 
-    def test_the_four_cells(self) -> None:
+    def test_the_four_cells_have_short_texts(self) -> None:
         ternary, full = SparseBitConfig.parse("ternary-6:8"), SparseBitConfig.parse("full-6:8")
         assert (ternary.weight, ternary.activation) == ("ternary", "int8")
         assert (full.weight, full.activation) == ("full", "none")
@@ -88,7 +88,7 @@ class TestConfig:
             ("", "write ternary-n:m or full-n:m"),
         ],
     )
-    def test_refusals_say_why_in_one_line(self, text: str, reason: str) -> None:
+    def test_invalid_configs_are_one_line(self, text: str, reason: str) -> None:
         with pytest.raises(UserError, match=reason) as raised:
             SparseBitConfig.parse(text)
         assert "\n" not in str(raised.value)
@@ -103,7 +103,7 @@ class TestConfig:
         with pytest.raises(UserError, match="give names of layers"):
             SparseBitConfig(dense_layers=(1,))  # type: ignore[arg-type]
 
-    def test_dict_with_missing_unknown_or_no_fields(self) -> None:
+    def test_dicts_with_missing_or_unknown_fields_are_refused(self) -> None:
         values = SparseBitConfig().to_dict()
         with pytest.raises(UserError, match="lacks pattern"):
             SparseBitConfig.from_dict({k: v for k, v in values.items() if k != "pattern"})

@@ -129,7 +129,7 @@ def test_no_import_cycle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_rule_itself() -> None:
+def test_an_upward_import_breaks_the_rule() -> None:
     for module, code, refused in (
         ("nn.layer", "from sparse_bitnet.ops.nm_mask import nm_mask\nimport numpy", False),
         ("ops.nm_mask", "def f():\n    import sparse_bitnet.nn.layer", True),

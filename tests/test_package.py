@@ -36,7 +36,7 @@ def members(value: Any) -> Iterator[Any]:
             yield getattr(value, name)
 
 
-def test_what_is_public_says_what_it_is() -> None:
+def test_public_names_have_docstrings() -> None:
     bare = []
     for name in (module_name(path) for path in MODULES if path.stem != "__main__"):
         try:
@@ -53,7 +53,7 @@ def test_what_is_public_says_what_it_is() -> None:
     assert not bare, "no docstring: " + ", ".join(bare)
 
 
-def test_without_posix_all_that_runs_a_model_is_imported() -> None:
+def test_without_posix_the_inference_modules_can_be_imported() -> None:
     """Simulate Windows; what fails then lacks only what `sparse-bitnet[train]` brings."""
     modules = [module_name(path) for path in MODULES if path.stem != "__main__"]
     script = f"""
@@ -196,7 +196,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         sparse_bitnet.sparse_n  # noqa: B018
 
 
-def test_the_lock_holds_what_is_pinned_by_hand() -> None:
+def test_lock_file_has_the_pinned_versions() -> None:
     pins, locked = (
         dict(
             re.findall(

@@ -33,7 +33,7 @@ def test_lines_are_drawn_on_terminals_only(is_terminal: bool, clock: list[float]
     assert ("tokenising" in text) == ("3/3 MB" in text) == is_terminal
 
 
-def test_plain_lines_with_rate_and_time_left(clock: list[float]) -> None:
+def test_plain_lines_have_rate_and_remaining_time(clock: list[float]) -> None:
     output = console(False, clock)
     with Progress(output, plain_lines=4) as progress:
         line = progress.line("training", "steps")
@@ -70,6 +70,6 @@ def test_the_rate_is_that_of_the_last_minute(clock: list[float]) -> None:
     assert output.file.getvalue().splitlines()[-1].strip() == "57%, 7 min left"
 
 
-def test_durations() -> None:
+def test_durations_are_short() -> None:
     shown = [duration(seconds) for seconds in (1, 89.6, 90, 3540, 3900)]
     assert shown == ["1 s", "90 s", "2 min", "59 min", "1 h 05 min"]

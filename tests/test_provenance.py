@@ -12,7 +12,7 @@ from sparse_bitnet import provenance as module
 from sparse_bitnet.provenance import commit, hardware, provenance
 
 
-def test_everything_is_there_and_json():
+def test_provenance_is_complete_and_json():
     record = json.loads(json.dumps(provenance()))
     assert set(record) == {"commit", "hardware", "threads", "versions", "date"}
     assert {"sparse-bitnet", "python", "numpy"} <= record["versions"].keys()
@@ -29,7 +29,7 @@ def test_everything_is_there_and_json():
         ("AMD EPYC", "avx2 avx512f", ""),
     ],
 )
-def test_what_a_name_does_not_tell_is_said(name, flags, more, monkeypatch):
+def test_hidden_instruction_sets_are_named(name, flags, more, monkeypatch):
     monkeypatch.setattr(module, "cpu_info", lambda: {"model name": name, "flags": flags})
     assert hardware().startswith(f"{name}{more}, ")
 
@@ -63,6 +63,6 @@ def test_commit_is_that_of_our_checkout_only(tmp_path):
     assert commit(package) is None
 
 
-def test_without_git(monkeypatch, tmp_path):
+def test_commit_is_none_without_git(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commit() is None

@@ -46,7 +46,7 @@ def test_pythons_that_are_tested_are_those_that_are_named():
     assert test["strategy"]["matrix"]["python"] == named
 
 
-def test_the_citation_has_the_version():
+def test_citation_has_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]

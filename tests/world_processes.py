@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of processes that train: imports once, then forks each world that is asked for.
+"""Worlds of training processes: import once, then fork each requested world.
 
 Run as a script it reads one JSON request a line: `configs` of one run after another, `size`, `shard`,
 `timeout_seconds` and `faults`, what happens to which rank before which step. It answers with each rank's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured processes answer questions, say what is wrong, and end with their parent's wish."""
+"""Child processes of the benchmark answer requests, report errors, and end when their parent wants."""
 
 import pytest
 

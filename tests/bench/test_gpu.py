@@ -31,7 +31,7 @@ def test_dense_and_sparse_products_give_the_trained_models_logits(options, patte
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_rehearsal_measures_every_variant_writes_a_page_and_resumes(tmp_path, capsys):
+def test_rehearsal_measures_every_variant_writes_a_page_and_resumes(tmp_path, capsys):
     main(["gpu", "--rehearse", "--out", str(tmp_path)])
     rows = gpu.read_rows(tmp_path)
     steps = [(p, n) for p in ("prefill", "decode") for n in ("6:8", "2:4")] + [("train", "6:8")]
@@ -61,14 +61,14 @@ def lacking(*arguments):
     raise torch.OutOfMemoryError("no memory")
 
 
-def test_what_finds_no_memory_becomes_a_row(options, monkeypatch):
+def test_running_out_of_memory_becomes_a_row(options, monkeypatch):
     monkeypatch.setattr(gpu, "_prefill", lacking)
     rows = list(gpu.measure(options, "prefill", "6:8", []))
     assert {row["failed"] for row in rows} == {"out of memory"}
     assert {row["tokens_per_second"] for row in rows} == {None}
 
 
-def test_training_ends_with_the_largest_batch_that_all_have_memory_for(options, monkeypatch):
+def test_training_uses_the_largest_batch_that_fits_all_variants(options, monkeypatch):
     def step(variant, options, pattern, batch, length):
         return lacking() if batch == 4 and variant == "fake" else lambda: None
 
@@ -89,7 +89,7 @@ def test_a_step_that_fails_is_named_and_ends_with_code_1(tmp_path, monkeypatch, 
     assert "decode 2:4: no driver" in capsys.readouterr().out
 
 
-def test_what_cannot_be_measured_is_refused(options):
+def test_invalid_sizes_are_refused(options):
     with pytest.raises(UserError, match="--rounds 0"):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="--tokens"):

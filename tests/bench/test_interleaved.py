@@ -127,7 +127,7 @@ def test_patterns_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.Monke
         ({"quick": True, "prefill": (64,)}, "--prefill 64 is not used here: --quick takes its own"),
     ],
 )
-def test_sizes_that_cannot_be_measured(options: dict, words: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         BenchOptions(**options)
 
@@ -150,13 +150,17 @@ def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) ->
 
 
 @pytest.mark.train
-def test_a_packed_model_has_no_random_weights(tmp_path: Path, tiny_folder: Path) -> None:
+def test_random_weight_options_are_refused_for_a_packed_model(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
     with pytest.raises(UserError, match=f"--pattern 2:4 is not used here: {tiny_folder}"):
         pretend(tmp_path, tiny_folder, pattern=("2:4",))
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
-def test_a_model_that_is_neither_preset_nor_packed(tmp_path: Path, config: str | None) -> None:
+def test_a_model_that_is_neither_preset_nor_packed_is_refused(
+    tmp_path: Path, config: str | None
+) -> None:
     if config:
         (tmp_path / "config.json").write_text(config)
     out = tmp_path / "rows.jsonl"
@@ -204,7 +208,7 @@ def test_a_step_reads_weights_head_keys_and_values(
     engine.close()
 
 
-def test_the_engine_itself(tmp_path: Path) -> None:
+def test_bench_measures_the_engine_and_writes_rows(tmp_path: Path) -> None:
     pytest.importorskip("sparse_bitnet.engine.engine")
     write_random_model(tmp_path / "model", "tiny", NMPattern(6, 8))
     code = (
@@ -229,7 +233,7 @@ def test_every_job_comes_once_a_round_within_its_group() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_roofline_is_measured(threads: int) -> None:
+def test_roofline_meter_returns_plausible_speeds(threads: int) -> None:
     _cpu = pytest.importorskip("sparse_bitnet._cpu")
     meter = RooflineMeter(threads, ["generic"], read_bytes=8 << 20)
     for _ in range(2):
@@ -252,7 +256,7 @@ def test_the_roofline_is_measured(threads: int) -> None:
         ("int8_rate", ("generic", 1e9)),
     ],
 )
-def test_what_cannot_be_measured_is_refused(method: str, arguments: tuple) -> None:
+def test_invalid_options_are_refused(method: str, arguments: tuple) -> None:
     _cpu = pytest.importorskip("sparse_bitnet._cpu")
     with pytest.raises(ValueError, match=r"out of range|this machine has"):
         getattr(_cpu.Roofline(1, 1 << 20), method)(*arguments)
@@ -262,7 +266,7 @@ def test_what_cannot_be_measured_is_refused(method: str, arguments: tuple) -> No
 
 
 @pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="Linux only")
-def test_the_processor_time_of_ended_children_is_ours() -> None:
+def test_processor_time_of_ended_children_counts_as_ours() -> None:
     before = processor_seconds()
     assert before is not None
     share = others_share(before)

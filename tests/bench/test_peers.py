@@ -39,7 +39,9 @@ def test_llama_bench_results_become_seconds(engines: ModuleType, tmp_path: Path)
 
 
 @pytest.mark.parametrize("output", ["", "[]", "{}", '[{"avg_ts": null}]', "no JSON"])
-def test_a_binary_that_is_no_llama_bench(engines: ModuleType, tmp_path: Path, output: str) -> None:
+def test_a_binary_other_than_llama_bench_is_refused(
+    engines: ModuleType, tmp_path: Path, output: str
+) -> None:
     command = [executable(tmp_path / "other", output)]
     with pytest.raises(UserError, match="gave no JSON result"):
         engines.llama_bench(command, "decode", 32)
@@ -75,7 +77,7 @@ def test_ratios_compare_the_best_of_one_instruction_set(peers: ModuleType) -> No
     assert ratio["ratio"] == 1.6
 
 
-def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
+def test_another_engine_is_measured_beside_ours(peers: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("sparse_bitnet.engine.engine")
     binary = executable(tmp_path / "llama-bench", json.dumps([{"avg_ts": 50.0}]))
     options = (
@@ -102,7 +104,7 @@ def test_a_run_with_another_engine(peers: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", ["--llama-bench a", "--type tq2_0 --gguf b", "--threads two"])
-def test_options_that_do_not_fit(peers: ModuleType, options: str) -> None:
+def test_contradicting_options_are_refused(peers: ModuleType, options: str) -> None:
     with pytest.raises(SystemExit) as stop:
         peers.parse_arguments(options.split())
     assert stop.value.code == 2

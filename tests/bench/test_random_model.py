@@ -68,14 +68,14 @@ def test_formats_hold_the_same_codes_and_the_same_call_writes_the_same_bytes(
     assert first == again
 
 
-def test_the_config_is_the_presets(tiny_preset: str) -> None:
+def test_config_is_that_of_the_preset(tiny_preset: str) -> None:
     expected = preset_config(tiny_preset).to_dict()
     for key, value in config_of_model(tiny_preset).items():
         if key not in ("architectures", "dtype", "max_window_layers", "eos_token_id"):
             assert expected[key] == value, key
 
 
-def test_the_cache_keeps_each_variant_once_and_it_predicts(
+def test_cache_keeps_each_variant_once_and_the_model_predicts(
     tmp_path: Path, tiny_preset: str
 ) -> None:
     first = cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path)
@@ -90,7 +90,7 @@ def test_the_cache_keeps_each_variant_once_and_it_predicts(
     assert 0.01 < logits.std() < 100
 
 
-def test_needs_no_torch(tmp_path: Path) -> None:
+def test_writing_a_random_model_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from sparse_bitnet.bench.random_model import write_random_model\n"
@@ -110,7 +110,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
         ({"pattern": NMPattern(3, 7)}, "not a multiple of 7"),
     ],
 )
-def test_refusals_leave_nothing(tmp_path: Path, options: dict, words: str) -> None:
+def test_refused_models_leave_no_files(tmp_path: Path, options: dict, words: str) -> None:
     arguments = {"preset": "tiny", "pattern": NMPattern(6, 8), **options}
     with pytest.raises(UserError, match=words):
         write_random_model(tmp_path / "model", **arguments)

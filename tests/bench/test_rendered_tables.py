@@ -14,7 +14,7 @@ def rendering() -> ModuleType:
     return load_script("render")
 
 
-def test_documents_are_as_rendered(rendering: ModuleType) -> None:
+def test_committed_documents_are_as_rendered(rendering: ModuleType) -> None:
     tables = 0
     for document in rendering.DOCUMENTS:
         text = document.read_text(encoding="utf-8")

@@ -73,28 +73,28 @@ def assert_same_model(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 class TestRoundTrip:
     @pytest.mark.parametrize("text", FORMATS)
-    def test_every_format_bit_for_bit(self, text: str, tmp_path: Path) -> None:
+    def test_every_format_loads_bit_for_bit(self, text: str, tmp_path: Path) -> None:
         model = convert_(tiny_model(), SparseBitConfig.parse(text))
         save_pretrained(model, tmp_path / "out")
         assert_same_model(from_pretrained(tmp_path / "out"), model)
 
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     @pytest.mark.parametrize("family", MODEL_FAMILIES)
-    def test_every_family_through_transformers_alone(
+    def test_transformers_alone_loads_every_family(
         self, family: str, tied: bool, tmp_path: Path
     ) -> None:
         model = convert_(tiny_model(family, tie_word_embeddings=tied), SparseBitConfig())
         model.save_pretrained(tmp_path)
         assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
-    def test_what_a_filter_left_dense_stays_dense(self, tmp_path: Path) -> None:
+    def test_layers_that_a_filter_left_dense_stay_dense(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(), SparseBitConfig(), lambda m, name: name.endswith("up_proj"))
         save_pretrained(model, tmp_path / "out")
         assert_same_model(from_pretrained(tmp_path / "out"), model)
         base = AutoModel.from_pretrained(tmp_path / "out")
         assert list(sparse_layers(base)) == [f"layers.{i}.mlp.up_proj" for i in range(2)]
 
-    def test_bfloat16_masters(self, tmp_path: Path) -> None:
+    def test_bfloat16_masters_load_bit_for_bit(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(dtype=torch.bfloat16), SparseBitConfig())
         save_pretrained(model, tmp_path / "out")
         loaded = from_pretrained(tmp_path / "out", dtype="auto")
@@ -149,12 +149,12 @@ class TestRefusals:
             ),
         ],
     )
-    def test_config_entry(self, load, change, line: str, damaged) -> None:
+    def test_config_holds_method_version_and_format(self, load, change, line: str, damaged) -> None:
         with pytest.raises(UserError, match=line) as raised:
             load(damaged(config=change))
         assert "\n" not in str(raised.value)
 
-    def test_a_weight_of_another_shape(self, damaged) -> None:
+    def test_a_weight_of_another_shape_is_refused(self, damaged) -> None:
         name = "model.layers.1.mlp.up_proj.weight"
         folder = damaged(tensors=lambda tensors: tensors.update({name: torch.zeros(8, 64)}))
         with pytest.raises(
@@ -171,11 +171,11 @@ class TestRefusals:
             "model.layers.1.mlp.up_proj.weight",
         ],
     )
-    def test_a_missing_weight(self, name: str, damaged) -> None:
+    def test_a_missing_weight_is_refused(self, name: str, damaged) -> None:
         with pytest.raises(UserError, match=f"lacks {name}: the files are incomplete"):
             from_pretrained(damaged(tensors=lambda tensors: tensors.pop(name)))
 
-    def test_truncated_file(self, damaged) -> None:
+    def test_a_truncated_file_is_refused(self, damaged) -> None:
         folder = damaged()
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-5000])
@@ -193,18 +193,18 @@ class TestRefusals:
             from_pretrained(folder)
         assert "\n" not in str(raised.value)
 
-    def test_saving_what_was_not_converted(self, tmp_path: Path) -> None:
+    def test_saving_an_unconverted_model_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="has no SparseBitLinear to save; use convert_ first"):
             save_pretrained(tiny_model(), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    def test_saving_two_formats_at_once(self, tmp_path: Path) -> None:
+    def test_saving_layers_of_two_formats_is_refused(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(), SparseBitConfig())
         convert_(model, SparseBitConfig.parse("full-6:8"), lambda m, name: name.endswith("up_proj"))
         with pytest.raises(UserError, match="one checkpoint holds one format"):
             save_pretrained(model, tmp_path / "out")
 
-    def test_saving_over_what_is_no_checkpoint(self, tmp_path: Path) -> None:
+    def test_saving_over_other_files_is_refused(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(), SparseBitConfig())
         (tmp_path / "thesis.txt").write_text("years of work")
         with pytest.raises(UserError, match="neither empty nor a checkpoint; choose another"):

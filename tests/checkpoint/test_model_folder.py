@@ -21,7 +21,9 @@ from sparse_bitnet.errors import UserError
         (b"[1]", "not a JSON object"),
     ],
 )
-def test_anything_else_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_a_json_object_is_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     for read in (lambda: read_config(tmp_path), lambda: read_json_if_there(path)):
@@ -29,7 +31,7 @@ def test_anything_else_is_named(tmp_path: Path, content: bytes, message: str) ->
             read()
 
 
-def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").mkdir()

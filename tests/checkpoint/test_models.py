@@ -82,7 +82,7 @@ class TestBuild:
             assert list(state) == list(first)
             assert all(torch.equal(state[name], first[name]) for name in first)
 
-    def test_initial_distribution(self) -> None:
+    def test_initial_weights_have_their_distribution(self) -> None:
         model = build_model("qwen2.5-1m", SparseBitConfig(), vocab_size=256)
         for name, parameter in model.named_parameters():
             assert parameter.dtype == torch.float32
@@ -131,7 +131,7 @@ class TestInit:
         with pytest.raises(UserError, match=rf"vocab_size={size}: --init .* has 96 rows"):
             build_model("ignored", SparseBitConfig(), init=dense, vocab_size=size)
 
-    def test_a_packed_model_is_no_start(self, dense: Path, tmp_path: Path) -> None:
+    def test_training_does_not_start_from_a_packed_model(self, dense: Path, tmp_path: Path) -> None:
         save_pretrained(convert_(from_pretrained(dense), "ternary-6:8"), tmp_path / "trained")
         pack_checkpoint(tmp_path / "trained", tmp_path / "packed")
         with pytest.raises(

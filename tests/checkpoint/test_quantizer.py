@@ -68,12 +68,12 @@ class TestTernary:
         assert not codes.any()
         assert scale.item() == np.float32(1e-5)
 
-    def test_empty_weight(self) -> None:
+    def test_empty_weight_has_the_floor_as_scale(self) -> None:
         codes, scale = quantize_ternary(torch.zeros(0, 8))
         assert codes.shape == (0, 8)
         assert scale.item() == np.float32(1e-5)
 
-    def test_types_and_no_gradient(self) -> None:
+    def test_codes_are_int8_and_have_no_gradient(self) -> None:
         codes, scale = quantize_ternary(torch.randn(4, 8, requires_grad=True))
         assert (codes.dtype, scale.dtype, scale.dim()) == (torch.int8, torch.float32, 0)
         assert not codes.requires_grad
@@ -105,13 +105,13 @@ class TestInt8:
         x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
         assert quantize_int8(x)[0].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
-    def test_zero_token(self) -> None:
+    def test_zero_token_has_zero_codes_and_the_floor_as_scale(self) -> None:
         codes, scale = quantize_int8(torch.zeros(2, 8))
         assert not codes.any()
         assert (scale == np.float32(1e-5) / np.float32(127)).all()
 
     @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 8), (2, 0, 8)])
-    def test_any_number_of_leading_dimensions(self, shape: tuple[int, ...]) -> None:
+    def test_leading_dimensions_are_kept(self, shape: tuple[int, ...]) -> None:
         codes, scale = quantize_int8(torch.randn(shape))
         assert codes.shape == shape
         assert scale.shape == (*shape[:-1], 1)

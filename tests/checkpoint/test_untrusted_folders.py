@@ -147,7 +147,7 @@ def test_a_model_larger_than_its_file_is_not_built(models: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["1_Pooling", "additional_chat_templates"])
-def test_sub_folders_are_no_way_out(folder: Path, name: str) -> None:
+def test_sub_folders_are_checked_too(folder: Path, name: str) -> None:
     (folder / name).mkdir()
     (folder / name / "config.json").write_text("{}")
     (folder / name / "copy.json").symlink_to("config.json")
@@ -205,7 +205,7 @@ def test_an_index_names_files_of_its_folder(folder: Path, name: object) -> None:
         file_inside(folder, name)
 
 
-def test_halves_of_characters_are_refused(folder: Path) -> None:
+def test_lone_surrogates_are_refused(folder: Path) -> None:
     (folder / "config.json").write_text('{"name": "\\ud83d\\ude42"}')
     assert read_json(folder / "config.json") == {"name": "\N{SLIGHTLY SMILING FACE}"}
     (folder / "config.json").write_text('{"name": "\\ud83d"}')
@@ -279,7 +279,7 @@ def test_weights_in_another_basis_are_refused(
             read(folder)
 
 
-def test_what_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -> None:
+def test_quantization_that_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -> None:
     """It takes the weights of an unknown method as they are, and drops tensors that have no place."""
     folder = shutil.copytree(models / "trained", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -317,7 +317,7 @@ def test_a_size_for_each_layer_is_read_where_all_are_the_same(
         )
 
 
-def test_a_tokenizer_over_which_its_library_panics(models: Path, tmp_path: Path) -> None:
+def test_a_panic_of_the_tokenizer_library_is_one_line(models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models / "trained", tmp_path / "model")
     content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     content["model"]["continuing_subword_prefix"] = "auto"

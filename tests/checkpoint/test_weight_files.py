@@ -28,7 +28,7 @@ def index(folder: Path, weight_map: object) -> None:
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
+def test_tensors_are_read_from_several_files(tmp_path: Path, has_index: bool) -> None:
     split(tmp_path)
     if has_index:
         index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
@@ -45,13 +45,13 @@ def test_tensors_of_several_files(tmp_path: Path, has_index: bool) -> None:
         files.read("d")
 
 
-def test_a_whole_file_comes_before_an_index_that_was_left(tmp_path: Path) -> None:
+def test_a_whole_file_is_preferred_to_a_stale_index(tmp_path: Path) -> None:
     index(tmp_path, {"a": "model-1.safetensors"})
     save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")
     assert torch.equal(WeightFiles.in_folder(tmp_path).read("a"), TENSORS["a"])
 
 
-def test_incomplete_and_damaged_folders(tmp_path: Path) -> None:
+def test_incomplete_and_damaged_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no model\*\.safetensors"):
         WeightFiles.in_folder(tmp_path)
     split(tmp_path)

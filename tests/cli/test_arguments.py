@@ -81,7 +81,7 @@ def places(
     return [folder, out]
 
 
-def test_values_arrive(capsys):
+def test_parsed_values_have_their_types(capsys):
     assert parse(entry, ["x", "--steps", "5"], prog="p") == ("x", Config(steps=5))
     assert parse(Config, ["--kind", "b"], prog="p", default=Config(steps=9)) == Config(
         steps=9, kind="b"
@@ -115,7 +115,7 @@ def test_values_arrive(capsys):
         ([], "FOLDER is missing"),
     ],
 )
-def test_complaints_are_one_line(arguments, message, capsys):
+def test_errors_are_one_line(arguments, message, capsys):
     with pytest.raises(UserError) as error:
         parse(entry, arguments, prog="sparse-bitnet verb")
     text = str(error.value)
@@ -125,7 +125,7 @@ def test_complaints_are_one_line(arguments, message, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_ways_to_write_options():
+def test_options_may_use_equals_signs_and_dashes():
     values = {"steps": 5, "name": "a b", "words": ("x", "y", "z"), "on": False}
     written = ["x", "--steps=5", "--name", "a b", "--words", "x", "y", "--words", "z", "--no-on"]
     assert parse(entry, written, prog="p") == ("x", Config(**values))
@@ -138,7 +138,7 @@ def test_ways_to_write_options():
     assert parse(entry, ["--max-tokens", "7", "--", "-x"], prog="p") == ("-x", Config(max_tokens=7))
 
 
-def test_options_of_llama_cpp():
+def test_options_of_llama_cpp_are_named_or_read():
     @dataclass(kw_only=True)
     class Talk:
         prompt: str = ""
@@ -158,7 +158,7 @@ def test_options_of_llama_cpp():
             parse(chat, ["x", option, "y"], prog="sparse-bitnet other")
 
 
-def test_one_argument_too_many():
+def test_an_unexpected_argument_is_named():
     def pack(out: OutArgument) -> None:
         """Write it."""
 
@@ -187,7 +187,7 @@ def test_help_prints_and_exits(capsys):
     assert "usage: p [OPTIONS] FOLDER [MORE ...]\n" in printed
 
 
-def test_none_is_a_value_of_what_may_be_none():
+def test_none_is_accepted_for_optional_values():
     default = Config(stride=4)
     assert parse(Config, ["--stride", "None"], prog="p", default=default).stride is None
     assert parse(Config, ["--shape", "1", "2"], prog="p", default=default).shape == (1, 2)

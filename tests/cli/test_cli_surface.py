@@ -36,7 +36,7 @@ def test_help_is_immediate_and_lists_every_command():
     assert min(seconds) < 0.3, "processor time: parallel tests share the cores"
 
 
-def test_version():
+def test_version_is_printed():
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", run("--version").stdout)
 
 
@@ -128,7 +128,7 @@ def test_help_of_every_command_needs_no_torch(told, command):
     assert "(default: None)" not in done.output
 
 
-def test_help_is_in_groups_and_has_what_the_command_takes(told):
+def test_help_has_groups_and_every_option_of_the_command(told):
     train, distill = told["train", "--help"].output, told["distill", "--help"].output
     headings = ["options:", "distillation:", "model:", "optimiser:", "precision and speed:"]
     places = [train.index(f"\n{heading}\n") for heading in headings]
@@ -152,7 +152,7 @@ def test_help_is_in_groups_and_has_what_the_command_takes(told):
 
 
 @pytest.mark.parametrize("words", [["help", "pack"], ["--help", "pack"], ["pack", "-x", "--help"]])
-def test_ways_to_ask_for_help(told, words, capsys, monkeypatch):
+def test_every_spelling_of_help_prints_the_help(told, words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stop:
         main(words)
@@ -160,7 +160,7 @@ def test_ways_to_ask_for_help(told, words, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [[], ["help"], ["-h"], ["help", "help"]])
-def test_ways_to_ask_for_all_commands(words, capsys):
+def test_every_spelling_of_help_lists_all_commands(words, capsys):
     main(words)
     assert capsys.readouterr().out == usage() + "\n"
 
@@ -172,7 +172,7 @@ def test_bad_input_is_one_line_and_exit_code_2(told, arguments, words):
 
 
 @pytest.mark.train
-def test_bad_input_ends_a_process_so(tmp_path):
+def test_bad_input_ends_a_process_with_exit_code_2(tmp_path):
     done = run("train", "--data", "nowhere", cwd=tmp_path)
     assert_one_line(Done(done.returncode, done.stdout, done.stderr), "nowhere")
     assert not any(tmp_path.iterdir()), "nothing half-written"

@@ -14,7 +14,7 @@ from sparse_bitnet_paper.scales import QuickstartConfig
 DOWN = ["--dense-layers", "down_proj"]
 
 
-def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
+def test_analyze_skips_dense_layers_that_no_pattern_fits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     weights = {
         "model.layers.0.mlp.up_proj.weight": torch.randn(172, 64),
@@ -39,7 +39,7 @@ def test_analyze_leaves_out_what_a_pattern_does_not_fit(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_name_that_no_layer_has_is_refused(command):
+def test_a_glob_that_matches_no_layer_is_refused(command):
     with pytest.raises(
         UserError, match=r"dense_layers donw: no linear layer of .* has such a name"
     ):

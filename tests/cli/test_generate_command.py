@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` and `chat` as commands: prompts from everywhere, streams, statistics, interruptions."""
+"""The commands `generate` and `chat`: prompts from files and pipes, streaming, statistics,
+interruptions."""
 
 import io
 import signal
@@ -41,12 +42,12 @@ def expected(folder):
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_the_text_is_that_of_transformers(folder, expected, capsys):
+def test_generate_prints_the_text_of_transformers(folder, expected, capsys):
     generate.main([folder, "--prompt", "some words", *GREEDY])
     assert capsys.readouterr().out == expected + "\n"
 
 
-def test_texts_of_a_given_form(folder, capsys, tmp_path):
+def test_structured_output_fits_its_grammar(folder, capsys, tmp_path):
     rules = tmp_path / "rules.gbnf"
     rules.write_text('root ::= " (" [a-c] ")"')
     schema = tmp_path / "schema.json"
@@ -62,18 +63,18 @@ def test_texts_of_a_given_form(folder, capsys, tmp_path):
         output = output if "const" not in options[1] else output.replace(" ", "").replace("\n", "")
         assert output.startswith("x" + text)
         assert len(output) <= len("x" + text) + 3
-    for options, complaint in (
+    for options, message in (
         (["--regex", "a", "--json-schema", "{}"], "either --json-schema or --regex"),
         (["--json-schema", "{"], "JSON schema"),
         (["--json-schema", str(tmp_path / "none")], "--json-schema"),
         (["--regex", "("], "regex"),
     ):
-        with pytest.raises(UserError, match=complaint):
+        with pytest.raises(UserError, match=message):
             generate.main([folder, "--prompt", "x", *options])
 
 
 @pytest.mark.parametrize("way", ["file", "pipe", "dash"])
-def test_prompts_come_from_files_and_pipes_too(
+def test_prompts_are_read_from_files_and_pipes(
     folder, expected, capsys, monkeypatch, tmp_path, way
 ):
     path = tmp_path / "prompt.txt"
@@ -85,7 +86,7 @@ def test_prompts_come_from_files_and_pipes_too(
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_what_is_piped_in_and_no_text_is_one_line(folder, capsys, monkeypatch, errors):
+def test_piped_bytes_that_are_no_text_are_one_line(folder, capsys, monkeypatch, errors):
     def pipe():
         piped = io.TextIOWrapper(io.BytesIO(b"some \xff words"), encoding="utf-8", errors=errors)
         monkeypatch.setattr(sys, "stdin", piped)
@@ -134,14 +135,14 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(folder, options, words, capsys):
+def test_invalid_requests_are_one_line(folder, options, words, capsys):
     with pytest.raises(UserError, match=words) as raised:
         generate.main([folder, *options])
     assert "\n" not in str(raised.value)
     assert capsys.readouterr().out in ("", "a\n"), "the message begins a line"
 
 
-def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
+def test_a_chat_continues_until_exit_or_end_of_input(folder, capsys, monkeypatch):
     lines = "some words\n\n/reset\nsome words\n/unknown\nmore\n/exit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     generate.chat([folder, "--temperature", "0", "--max-tokens", "6", "--stats"])
@@ -157,7 +158,7 @@ def test_a_chat_goes_on_until_it_is_told_to_end(folder, capsys, monkeypatch):
     assert "cached" in third
 
 
-def test_a_chat_survives_what_one_message_cannot_do(folder, capsys, monkeypatch):
+def test_a_chat_survives_a_failed_message(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 5000 + "\nshort\n"))
     generate.chat([folder, "--max-tokens", "3"])
     output = capsys.readouterr()

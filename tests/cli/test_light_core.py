@@ -67,7 +67,7 @@ importlib.util.find_spec = lambda name, *more: None if name in {EXTRAS} else fin
 """
 
 
-def test_what_train_adds_is_what_the_message_names():
+def test_message_names_the_packages_of_the_extra_train():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split("[>=<]", one)[0] for one in project["optional-dependencies"]["train"]]
     assert sorted(names) == sorted(OF_TRAIN)
@@ -82,7 +82,7 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
 @pytest.mark.skipif(
     "SPARSE_BITNET_TEST_WHEEL" not in os.environ, reason="needs a wheel and an index"
 )
-def test_the_wheel_alone_does_the_same(tmp_path_factory):
+def test_installed_wheel_does_the_same(tmp_path_factory):
     """In an empty environment, within its size."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=True)

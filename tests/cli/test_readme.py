@@ -97,7 +97,7 @@ def test_commands_exist_with_their_options(page, line, only_parsed, capsys):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make")
-def test_make_takes_the_python_that_there_is(tmp_path):
+def test_make_uses_the_installed_python(tmp_path):
     (tmp_path / "python3.12").symlink_to("/bin/true")
     done = subprocess.run(
         [str(shutil.which("make")), "-n", f"VENV={tmp_path}/new", "quickstart"],
@@ -107,7 +107,7 @@ def test_make_takes_the_python_that_there_is(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_in_the_pages_parses_and_imports_what_there_is(page):
+def test_python_in_the_pages_parses_and_its_imports_exist(page):
     for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":
             for node in ast.walk(ast.parse(block)):
@@ -117,19 +117,19 @@ def test_python_in_the_pages_parses_and_imports_what_there_is(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
 
-def test_the_table_of_commands_is_the_command_table():
+def test_documented_commands_are_the_command_table():
     page = (ROOT / "docs/commands.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(COMMANDS)
 
 
-def test_the_python_page_has_every_public_name():
+def test_api_page_has_every_public_name():
     named = re.findall(
         r"^::: sparse_bitnet\.([\w.]+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M
     )
@@ -196,7 +196,7 @@ def other_commands(done: list[str]) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.train
-def test_own_text_becomes_a_model_that_runs_away_from_the_checkout(tmp_path):
+def test_documented_commands_train_and_run_a_model_outside_the_checkout(tmp_path):
     """The page's commands in their order, in a folder and a shell that know nothing of the project; then
     those of the other pages."""
     (tmp_path / "book.txt").write_text((ROOT / "docs/engine.md").read_text() * 3, encoding="utf-8")

@@ -51,7 +51,7 @@ def learnt_text(tokenizer: Any, tokens: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("template", [BY_PROMPTS, BY_MARKS], ids=["prompts", "marks"])
-def test_what_the_assistant_says_is_learnt(
+def test_assistant_words_are_learnt(
     tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -177,7 +177,7 @@ def test_tools_and_calls_reach_the_template(tokenizer: Any, call: str, written: 
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_tokens_that_end_an_answer(end: str, tokens: list[str]) -> None:
+def test_end_of_turn_tokens_are_read_from_the_template(end: str, tokens: list[str]) -> None:
     tokenizer = train_tokenizer(iter(["one and two"]), 300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|end|>", "<|im"]})
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
@@ -186,7 +186,7 @@ def test_tokens_that_end_an_answer(end: str, tokens: list[str]) -> None:
     assert tokenizer.convert_ids_to_tokens(end_of_turn_tokens(tokenizer)) == tokens
 
 
-def test_templates_that_do_not_tell_are_refused(
+def test_templates_that_leave_nothing_to_learn_are_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = json.dumps(conversation("one?", "two", "three?", "one"))
@@ -246,7 +246,7 @@ def test_windows_hold_each_answer_once_and_whole_conversations_if_they_fit(
     assert all({one, one[:-1]} & segments for one in fitting)
 
 
-def test_batches_of_conversations(chats: Path) -> None:
+def test_batches_of_conversations_have_restarting_positions(chats: Path) -> None:
     loader = TokenLoader(
         TokenDataset.open(chats / "data"), sequence_length=64, batch_size=4, seed=0
     )
@@ -307,14 +307,16 @@ ASKED = {"role": "user", "content": "one?"}
         ),
     ],
 )
-def test_rows_of_other_kinds_are_read(tmp_path: Path, tokenizer: Any, row: Any, text: str) -> None:
+def test_sharegpt_and_alpaca_rows_are_read(
+    tmp_path: Path, tokenizer: Any, row: Any, text: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     template = WITH_TOOLS.replace("CALL", "{{ c.function.name }}").replace("{{ eos_token }}", "|")
     dataset = prepared(tokenizer, template, tmp_path / "rows.jsonl", tmp_path / "out")
     assert tokenizer.decode(dataset[:]) == text
 
 
-def test_rows_that_are_no_conversations_are_skipped_and_counted(
+def test_rows_without_conversation_are_skipped_and_counted(
     tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = [{"type": "image", "url": "a.png"}]

@@ -130,7 +130,7 @@ def test_a_file_that_is_not_of_its_kind_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_parquet_errors(tmp_path: Path) -> None:
+def test_parquet_errors_name_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, ".parquet")
     with pytest.raises(UserError, match=r"no column 'content'.*: id, text$"):
         read(path, "content")

@@ -32,7 +32,7 @@ def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
 
 @hypothesis.given(size=st.integers(2**20, 2**60), data=st.data())
 @hypothesis.settings(max_examples=30)
-def test_permutation_of_sizes_no_array_could_hold(size: int, data: st.DataObject) -> None:
+def test_permutation_handles_sizes_no_array_could_hold(size: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
     images = permuted(np.array(positions), size, seed=1, epoch=0)
     assert len(set(images.tolist())) == len(positions)
@@ -56,7 +56,7 @@ def test_permutation_is_pinned() -> None:
     assert permuted(np.arange(10), 10, seed=0, epoch=0).tolist() == [0, 8, 9, 1, 6, 7, 5, 2, 3, 4]
 
 
-def test_every_window_once_an_epoch(dataset: TokenDataset) -> None:
+def test_every_window_comes_once_per_epoch(dataset: TokenDataset) -> None:
     loader = loader_of(dataset)
     windows = [
         w for step in range(2 * loader.windows // 12 + 1) for w in loader.identity(step)["windows"]
@@ -67,7 +67,7 @@ def test_every_window_once_an_epoch(dataset: TokenDataset) -> None:
     assert windows[: loader.windows] != windows[loader.windows : 2 * loader.windows]
 
 
-def test_tokens_and_labels(dataset: TokenDataset) -> None:
+def test_labels_are_the_next_tokens(dataset: TokenDataset) -> None:
     loader = loader_of(dataset)
     tokens = dataset[:].astype(np.int64)
     for step in (0, 5, 10_000):
@@ -102,7 +102,7 @@ def test_a_batch_depends_on_the_step_alone(dataset: TokenDataset) -> None:
     assert not torch.equal(used.batch(3)[0], loader_of(dataset, seed=4).batch(3)[0])
 
 
-def test_batch_larger_than_the_data(dataset: TokenDataset) -> None:
+def test_a_batch_may_be_larger_than_the_data(dataset: TokenDataset) -> None:
     loader = TokenLoader(dataset, sequence_length=len(dataset) // 3, batch_size=8, seed=0)
     assert loader.windows in (2, 3)
     assert loader.batch(0)[0].shape == (8, len(dataset) // 3)
@@ -110,7 +110,7 @@ def test_batch_larger_than_the_data(dataset: TokenDataset) -> None:
     assert one.identity(5)["windows"] == [0, 0]
 
 
-def test_bad_sizes(dataset: TokenDataset) -> None:
+def test_bad_sizes_are_refused(dataset: TokenDataset) -> None:
     with pytest.raises(UserError, match=r"train tokens are fewer than one window of"):
         loader_of(dataset, sequence_length=len(dataset))
     with pytest.raises(UserError, match="a batch of 12 sequences does not divide over 5 processes"):

@@ -91,7 +91,7 @@ def test_overlap_is_measured_and_stored(tmp_path: Path, tokenizer_folder: Path) 
     assert "1 of 3 documents whole" in str(overlap)
 
 
-def test_of_a_hub_data_set_the_overlap_is_measured_alone(
+def test_hub_data_sets_are_not_regrouped_but_overlap_is_measured(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     (tmp_path / "set").mkdir()

@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "text.jsonl", some_texts(300))
 
 
-def test_what_is_written(prepared: Path) -> None:
+def test_prepared_folder_holds_the_tokens_and_text_of_the_manifest(prepared: Path) -> None:
     manifest = Manifest.read(prepared)
     tokenizer = load_tokenizer(prepared / "tokenizer")
     assert manifest.tokenizer_hash == tokenizer_hash(tokenizer)
@@ -66,7 +66,9 @@ def test_new_tokenizer_is_trained_on_training_text(text: Path, tmp_path: Path) -
     assert manifests[0].settings["tokenizer"]["vocab_size"] == 280
 
 
-def test_special_tokens_in_the_text_are_text(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_special_tokens_spelled_in_the_text_stay_text(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after", "next"])
     source = parse_source(str(path), validation_fraction=0.0)
     prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
@@ -145,7 +147,7 @@ def stop_at(
         monkeypatch.setattr(os, name, watched(getattr(os, name)))
 
 
-def test_stopped_at_any_disk_operation(
+def test_resuming_after_a_kill_at_any_disk_operation_gives_the_same_bytes(
     text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop, resume, compare with a preparation never stopped; for every place to stop at."""
@@ -177,7 +179,7 @@ def test_stopped_at_any_disk_operation(
     assert resumed > 2
 
 
-def test_unfinished_with_other_settings(
+def test_unfinished_folder_with_other_settings_is_refused(
     text: Path, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_BATCH_BYTES", 4000)
@@ -209,7 +211,7 @@ def test_tokenizer_of_an_abandoned_try_is_not_used(text: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("operation", [1, 4, 9, 16, 25])
-def test_full_disk(
+def test_a_full_disk_is_one_line_and_can_be_resumed(
     text: Path,
     tmp_path: Path,
     tokenizer_folder: Path,
@@ -227,7 +229,9 @@ def test_full_disk(
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_folders_that_are_refused(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_folders_with_other_files_are_refused(
+    text: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
     source = parse_source(str(text))
     other = tmp_path / "other"
     other.mkdir()
@@ -239,7 +243,7 @@ def test_folders_that_are_refused(text: Path, tmp_path: Path, tokenizer_folder: 
         prepare(source, other / "thesis.tex", tokenizer=tokenizer_folder)
 
 
-def test_folder_in_use(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_a_folder_in_use_is_refused(text: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
     from filelock import FileLock
 
     (tmp_path / "out").mkdir()
@@ -259,13 +263,15 @@ def test_folder_in_use(text: Path, tmp_path: Path, tokenizer_folder: Path) -> No
         ({"vocab_size": 10**12}, "vocabulary size 1000000000000: must be 257 .* to 16777216"),
     ],
 )
-def test_bad_options(text: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(
+    text: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         prepare(parse_source(str(text)), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_command_line(
+def test_command_prepares_a_folder(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer_folder: Path
 ) -> None:
     from sparse_bitnet.cli.prepare import main

@@ -40,7 +40,7 @@ def data(prepared: Path, tmp_path: Path) -> Path:
     wide=st.booleans(),
 )
 @hypothesis.settings(max_examples=25)
-def test_slices_across_shards(
+def test_slices_cross_shard_boundaries(
     tmp_path_factory: pytest.TempPathFactory,
     length: int,
     shard_tokens: int,
@@ -123,13 +123,13 @@ def test_wrong_size_is_named_on_opening(data: Path, change: int, message: str) -
             TokenDataset.open(data, verify=verify)
 
 
-def test_missing_shard(data: Path) -> None:
+def test_missing_shard_is_named(data: Path) -> None:
     (data / "train-00000.bin").unlink()
     with pytest.raises(UserError, match=r"train-00000\.bin: this shard is missing"):
         TokenDataset.open(data)
 
 
-def test_manifest_errors(data: Path, tmp_path: Path) -> None:
+def test_damaged_manifests_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no prepared data here .*: sparse-bitnet prepare TEXT"):
         TokenDataset.open(tmp_path / "nowhere")
     (tmp_path / "chats.jsonl").touch()
@@ -172,7 +172,7 @@ def test_manifest_errors(data: Path, tmp_path: Path) -> None:
         TokenDataset.open(data)
 
 
-def test_split_without_text(tmp_path: Path) -> None:
+def test_split_without_text_is_refused(tmp_path: Path) -> None:
     write(tmp_path, np.arange(10), 5)
     with pytest.raises(UserError, match="no validation text; prepare with --validation or"):
         TokenDataset.open(tmp_path, "validation")
@@ -188,7 +188,7 @@ def test_vocabulary_must_fit_the_model(prepared: Path) -> None:
         dataset.check_vocab(299)
 
 
-def test_identity(prepared: Path, data: Path) -> None:
+def test_identity_is_equal_for_equal_data_only(prepared: Path, data: Path) -> None:
     train, validation = (TokenDataset.open(prepared, split) for split in ("train", "validation"))
     assert TokenDataset.open(data).identity() == train.identity() != validation.identity()
     assert json.loads(json.dumps(train.identity())) == train.identity()

@@ -39,7 +39,7 @@ def mixed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_folder_glob_and_list_of_every_kind(
+def test_folders_globs_and_lists_read_files_of_every_kind(
     mixed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, c = some_texts(20, seed=1), some_texts(20, seed=2)
@@ -64,7 +64,7 @@ def test_split_of_files_follows_the_text_alone(tmp_path: Path) -> None:
     assert len(texts_of(first, TRAIN)) == 2000 - len(validation)
 
 
-def test_separate_validation(tmp_path: Path) -> None:
+def test_validation_can_have_its_own_source(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", some_texts(50, seed=1))
     held_out = write_jsonl(tmp_path / "held-out.jsonl", some_texts(30, seed=2))
     source = parse_source(str(train), validation=str(held_out), limit_bytes=500)
@@ -74,7 +74,7 @@ def test_separate_validation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [500, 10**9])
-def test_limit_of_bytes(tmp_path: Path, size: int) -> None:
+def test_limit_stops_after_the_document_that_reaches_it(tmp_path: Path, size: int) -> None:
     source = parse_source(str(write_jsonl(tmp_path / "a.jsonl", some_texts(40))), limit_bytes=size)
     before = itertools.accumulate((len(text.encode()) for text in some_texts(40)), initial=0)
     expected = [text for text, read in zip(some_texts(40), before, strict=False) if read < size]
@@ -82,7 +82,7 @@ def test_limit_of_bytes(tmp_path: Path, size: int) -> None:
     assert list(source.documents())[-1].progress == 1.0
 
 
-def test_description_is_of_the_content(tmp_path: Path) -> None:
+def test_description_depends_on_the_content(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(10))
     before = parse_source(str(path)).describe()
     (tmp_path / "elsewhere").mkdir()
@@ -96,7 +96,7 @@ def test_description_is_of_the_content(tmp_path: Path) -> None:
     assert json.loads(json.dumps(before)) == before
 
 
-def test_errors_in_what_is_named(tmp_path: Path) -> None:
+def test_bad_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "image.png").write_bytes(b"x")
     (tmp_path / "folder").mkdir()
@@ -114,7 +114,7 @@ def test_errors_in_what_is_named(tmp_path: Path) -> None:
             parse_source(spec)
 
 
-def test_contradicting_options(tmp_path: Path) -> None:
+def test_contradicting_options_are_refused(tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "a.jsonl", ["x"]))
     with pytest.raises(UserError, match="not both"):
         parse_source(path, validation=path, validation_fraction=0.1)
@@ -147,7 +147,7 @@ def test_files_without_text_beside_others_are_skipped(tmp_path: Path) -> None:
             texts_of(parse_source(spec))
 
 
-def test_a_path_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_not_read_as_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
     for spec in ("books/absent", "./absent", "absent/train.jsonl", "~/absent", "no/folder"):
@@ -159,7 +159,7 @@ def test_a_path_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         parse_source("no/folder")
 
 
-def test_hub_data_set_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_set_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{number} " + "x" * 300_000 for number in range(20)]
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -182,7 +182,7 @@ def test_hub_data_set_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         texts_of(parse_source("hub:tiiuae/falcon-refinedweb"))
 
 
-def test_hub_breaking_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_hub_stream_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield {"text": "a"}
         raise ConnectionError("the line\nis dead")
@@ -200,7 +200,7 @@ def book(words: int) -> str:
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_of_few_long_documents_pieces_are_held_out(tmp_path: Path, kind: str) -> None:
+def test_pieces_are_held_out_of_few_long_documents(tmp_path: Path, kind: str) -> None:
     text = book(100_000)
     if kind == "txt":
         path = tmp_path / "book.txt"
@@ -276,7 +276,7 @@ def python_files(*roots: Path, **options: float) -> PythonSource:
     return PythonSource(name="python-packages", roots=roots, **options)
 
 
-def test_which_python_files(tree: Path) -> None:
+def test_generated_and_duplicate_python_files_are_skipped(tree: Path) -> None:
     texts = [document.text for document in python_files(tree).documents()]
     assert sorted(texts) == sorted(f"value = {number}\n" for number in range(200))
 
@@ -301,12 +301,12 @@ def test_order_and_split_follow_the_path_below_the_root(tree: Path, tmp_path: Pa
     assert {d.text: d.split for d in documents}.items() <= by_text.items()
 
 
-def test_no_python_files(tmp_path: Path) -> None:
+def test_a_folder_without_python_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="python-packages: no Python source files under"):
         list(python_files(tmp_path).documents())
 
 
-def test_standard_library() -> None:
+def test_standard_library_has_a_plausible_size() -> None:
     source = parse_source("python-stdlib")
     size = dict.fromkeys((TRAIN, VALIDATION), 0)
     for document in source.documents():

@@ -34,7 +34,7 @@ def test_the_tokenizer_of_a_run_or_of_prepared_data_is_named_by_their_folder(tmp
         assert tokenizer_hash(load_tokenizer(tmp_path / name)) == tokenizer_hash(own)
 
 
-def test_trained_tokenizer(tokenizer_folder: Path) -> None:
+def test_trained_tokenizer_round_trips_text(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     assert vocabulary_size(tokenizer) == len(tokenizer) == 300
     assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
@@ -76,7 +76,9 @@ def test_a_tokenizer_is_loaded_as_it_was_saved_beside_a_qwen2_config(
     )
 
 
-def test_hash(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_hash_depends_on_vocabulary_and_end_token_only(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     first = tokenizer_hash(tokenizer)
     for number in range(2):
@@ -90,7 +92,7 @@ def test_hash(tokenizer_folder: Path, tmp_path: Path) -> None:
     assert tokenizer_hash(load_tokenizer(tokenizer_folder, eos_token=other_end)) != first
 
 
-def test_end_token(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_end_token_can_be_chosen(tokenizer_folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder, eos_token="a")
     assert tokenizer.eos_token_id == tokenizer.get_vocab()["a"]
     with pytest.raises(UserError, match="has no token '<absent>'"):
@@ -103,7 +105,7 @@ def test_end_token(tokenizer_folder: Path, tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no readable tokenizer in"):
         load_tokenizer(tmp_path)
     for absent in ("no-one/nothing", str(tmp_path / "absent")):

@@ -219,7 +219,7 @@ def test_rounded_embeddings_equal_their_dequantised_weights(type: str) -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["float32", "float16", "int8", "int4"])
-def test_split_of_a_prompt_changes_no_bit(cache_type: str, isa: str) -> None:
+def test_splitting_a_prompt_changes_no_bit(cache_type: str, isa: str) -> None:
     model, ids = long_model(), ids_of(700)
     whole = DecoderInMemory(model, isa=isa, cache=cache_type).logits(ids)
     decoder = DecoderInMemory(model, isa=isa, cache=cache_type)
@@ -341,7 +341,7 @@ def test_model_builder_refuses_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_group_scales_and_activations_quantised_by_groups(isa):
+def test_group_scales_and_activations_are_close_to_transformers(isa):
     model = random_model(hidden_size=64, intermediate_size=96)
     ids = ids_of(20)
     reference = reference_logits(model, ids)

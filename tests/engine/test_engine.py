@@ -98,7 +98,9 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
 
 @pytest.mark.parametrize("attention_bias", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_variants_of_a_family(tmp_path: Path, family: str, attention_bias: bool) -> None:
+def test_variants_of_a_family_equal_transformers(
+    tmp_path: Path, family: str, attention_bias: bool
+) -> None:
     folder = make_packed(
         tmp_path,
         family,
@@ -131,7 +133,7 @@ def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) ->
 
 
 @pytest.mark.parametrize("pattern", ["3:4", "8:8"])
-def test_binary_weights_in_every_form(tmp_path: Path, pattern: str) -> None:
+def test_binary_weights_compute_the_same_in_every_format(tmp_path: Path, pattern: str) -> None:
     """nm-sign, which auto takes for them, is run from codes that know of no fewer non-zeros."""
     format = f"ternary-{pattern},quantizer=binary"
     all_formats = []
@@ -166,7 +168,7 @@ def test_stored_rows_of_whole_cache_lines_are_multiplied_in_the_mapped_file(tmp_
         Engine.load(folder, weight_format="stored", threads=1)
 
 
-def test_patterns_that_only_some_formats_hold(tmp_path: Path) -> None:
+def test_formats_that_do_not_support_a_pattern_are_refused(tmp_path: Path) -> None:
     folder = make_packed(
         tmp_path, format="ternary-3:5", packed_format="nm-enum", hidden_size=60, intermediate_size=85,
         num_attention_heads=2, num_key_value_heads=1,
@@ -228,7 +230,7 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
         Engine.load(qwen, activations="group")
 
 
-def test_sequences(qwen: Path) -> None:
+def test_sequences_fork_and_batch_like_separate_ones(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=1, cache_tokens=256)
     assert (engine.vocab_size, engine.context_length, engine.free_tokens) == (96, 256, 256)
     whole = engine.new_sequence()
@@ -253,7 +255,7 @@ def test_sequences(qwen: Path) -> None:
     assert engine.free_tokens == 256
 
 
-def test_a_step_that_is_broken_off_is_undone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_is_undone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(qwen, threads=1, cache_tokens=256)
     expected = all_logits(engine, TOKENS)
     first, second = engine.new_sequence(), engine.new_sequence()
@@ -273,7 +275,7 @@ def test_a_step_that_is_broken_off_is_undone(qwen: Path, monkeypatch: pytest.Mon
         np.testing.assert_array_equal(rows, expected[10:])
 
 
-def test_limits_and_misuse(qwen: Path) -> None:
+def test_misuse_and_full_caches_raise(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=1, context_length=100, cache_tokens=128)
     first, second = engine.new_sequence(), engine.new_sequence()
     engine.forward([(first, TOKENS)], "none")

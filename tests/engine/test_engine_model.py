@@ -126,7 +126,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
         ({"tie_word_embeddings": False}, r"tensor lm_head\.weight is missing"),
     ],
 )
-def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_config_that_contradicts_the_file_is_refused(
+    packed: Path, changes: dict[str, Any], message: str
+) -> None:
     change_config(packed, **changes)
     with pytest.raises(UserError, match=message):
         load(packed)
@@ -150,7 +152,9 @@ def test_config_is_compared(packed: Path, changes: dict[str, Any], message: str)
         ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, (9, 0, 9)),
     ],
 )
-def test_windows_of_layers(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+def test_attention_windows_are_read_per_layer(
+    changes: dict[str, Any], windows: tuple[int, ...]
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
     sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 64, "sliding_window": 9}
     # As transformers 4 wrote Gemma's two bases.
@@ -230,7 +234,7 @@ def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.Data
     assert np.isfinite(np.float32([sizes.norm_epsilon, sizes.rope.scaling])).all()
 
 
-def test_folders_that_are_not_packed(tmp_path: Path, original: Path) -> None:
+def test_folders_that_are_not_packed_are_refused(tmp_path: Path, original: Path) -> None:
     with pytest.raises(UserError, match=r"pack it first: sparse-bitnet pack \S+ OUT"):
         load(original.parent / "trained")
     with pytest.raises(
@@ -259,7 +263,7 @@ def test_every_damaged_tensor_is_named(packed: Path) -> None:
         load(packed)
 
 
-def test_tensors_are_compared(packed: Path, original: Path) -> None:
+def test_tensors_that_contradict_the_config_are_named(packed: Path, original: Path) -> None:
     scale, packed_name = f"{LAYER}.weight_scale", f"{LAYER}.weight_packed"
 
     def invalid(tensors: dict[str, torch.Tensor]) -> None:
@@ -314,7 +318,7 @@ def test_a_ternary_table_has_whole_groups(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_floats_of_other_types_are_taken(packed: Path, original: Path) -> None:
+def test_floats_of_other_types_are_accepted(packed: Path, original: Path) -> None:
     def narrow(tensors: dict[str, torch.Tensor]) -> None:
         for name, value in tensors.items():
             if value.dtype == torch.float32 and not name.endswith("_scale"):
@@ -334,7 +338,7 @@ def test_keys_with_outliers_stay_in_float16(packed: Path) -> None:
         engine.close()
 
 
-def test_models_trained_otherwise(tmp_path: Path) -> None:
+def test_unsupported_models_name_the_transformers_engine(tmp_path: Path) -> None:
     folder = make_packed(tmp_path / "a", format="ternary-6:8,activation=none")
     with pytest.raises(UserError, match="activation=none; use --engine transformers"):
         load(folder)

@@ -35,7 +35,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
     return measured
 
 
-def test_what_is_measured(cache: Path) -> None:
+def test_every_supported_format_is_measured(cache: Path) -> None:
     pool = _cpu.ThreadPool(1)
     for text in ("6:8", "8:8", "3:5"):
         seconds = weights.measure_formats(NMPattern.parse(text), pool, GENERIC)
@@ -47,7 +47,7 @@ def test_what_is_measured(cache: Path) -> None:
     assert ("lookup" in seconds) == looks_up
 
 
-def test_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
+def test_the_choice_is_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):
         assert weights.choose_format(NMPattern(6, 8), pool, GENERIC) == "b3"

@@ -61,7 +61,7 @@ def test_forks_share_whole_pages() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 10, 64, 100, 129])
-def test_tokens_after_truncation(length: int) -> None:
+def test_truncated_sequences_continue_as_if_new(length: int) -> None:
     text, other = ids_of(130), ids_of(80, 1)
     decoder = decoder_of()
     sequence = decoder.decoder.open()
@@ -71,7 +71,7 @@ def test_tokens_after_truncation(length: int) -> None:
     np.testing.assert_array_equal(rows, decoder_of().logits(text[:length] + other)[length:])
 
 
-def test_appending_inside_a_shared_page_leaves_the_fork_alone() -> None:
+def test_appending_inside_a_shared_page_leaves_the_fork_unchanged() -> None:
     text, other = ids_of(128), ids_of(30, 1)
     decoder = decoder_of(cache_tokens=256)
     sequence = decoder.decoder.open()
@@ -109,7 +109,7 @@ def test_a_full_cache_changes_nothing() -> None:
     np.testing.assert_array_equal(rows[1], decoder_of().logits(ids_of(128)))
 
 
-def test_the_context_length_is_kept() -> None:
+def test_context_length_is_enforced() -> None:
     decoder = decoder_of(context_length=70)
     sequence = decoder.decoder.open()
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_the_context_length_is_kept() -> None:
     assert decoder.decoder.length(sequence) == 70
 
 
-def test_sequences_that_are_not_there() -> None:
+def test_unknown_sequences_are_refused() -> None:
     decoder = decoder_of()
     sequence = decoder.decoder.open()
     decoder.decoder.close(sequence)
@@ -149,7 +149,7 @@ def test_sequences_that_are_not_there() -> None:
 
 @pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))
 @pytest.mark.parametrize("cache_type", ["int8", "int4"])
-def test_what_is_no_number_stays_so_in_its_sequence_alone(cache_type: str, isa: str) -> None:
+def test_nan_stays_in_its_own_sequence(cache_type: str, isa: str) -> None:
     """From its token on; a sequence beside it, and one that gets its pages later, know nothing of it."""
     poisoned = random_model(max_position_embeddings=512, tie_word_embeddings=False)
     ids, other = np.array(ids_of(160)) % 95, np.array(ids_of(160, 1)) % 95
@@ -170,9 +170,7 @@ def test_what_is_no_number_stays_so_in_its_sequence_alone(cache_type: str, isa: 
 
 @pytest.mark.parametrize("cache_type", ["int8", "int4"])
 @pytest.mark.parametrize("name", "qkv")
-def test_what_is_no_number_in_queries_keys_or_values_reaches_the_logits(
-    name: str, cache_type: str
-) -> None:
+def test_nan_in_queries_keys_or_values_reaches_the_logits(name: str, cache_type: str) -> None:
     sizes = {
         "hidden_size": 140,
         "intermediate_size": 104,

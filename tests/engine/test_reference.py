@@ -37,7 +37,7 @@ def close(a, b):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_all_last_and_none(model, engine):
+def test_all_logits_end_with_the_last_ones(model, engine):
     expected = whole(model, TOKENS)
     sequence = engine.new_sequence()
     assert engine.forward([(sequence, TOKENS[:4])], "none") == []
@@ -52,7 +52,7 @@ def test_all_last_and_none(model, engine):
     assert engine.context_length == 64
 
 
-def test_a_forward_that_is_broken_off_is_undone(model, engine):
+def test_an_interrupted_forward_is_undone(model, engine):
     first, second = engine.new_sequence(), engine.new_sequence()
     engine.forward([(first, TOKENS[:4]), (second, TOKENS[:4])])
 
@@ -69,7 +69,7 @@ def test_a_forward_that_is_broken_off_is_undone(model, engine):
         close(rows, whole(model, TOKENS)[4:])
 
 
-def test_hidden_states_are_those_behind_the_final_norm(model, engine):
+def test_hidden_states_come_after_the_final_norm(model, engine):
     sequence = engine.new_sequence()
     parts = [engine.forward([(sequence, part)], "hidden")[0] for part in (TOKENS[:5], TOKENS[5:])]
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_limits_are_checked_before_anything_changes(model):
     engine.forward([(two, TOKENS[:9])])
 
 
-def test_no_context_beyond_the_positions_of_the_model():
+def test_a_context_beyond_the_models_positions_is_refused():
     import transformers
 
     sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 96, "n_positions": 16}

@@ -38,7 +38,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
     ids=lambda fields: f"{fields['rope_type']}-{len(fields)}",
 )
-def test_frequencies(fields: dict[str, Any], theta: float) -> None:
+def test_frequencies_are_those_of_transformers(fields: dict[str, Any], theta: float) -> None:
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,
@@ -55,7 +55,7 @@ def test_frequencies(fields: dict[str, Any], theta: float) -> None:
         assert rope.scaling == pytest.approx(expected.attention_scaling, rel=1e-12)
 
 
-def test_the_frequencies_of_hunyuan() -> None:
+def test_frequencies_of_hunyuan_are_those_of_transformers() -> None:
     """A rope called dynamic has a constant base, which `alpha` stretches."""
     from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hunyuan
 
@@ -94,7 +94,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         {"rope_parameters": {**LLAMA3}, "original_max_position_embeddings": 8},
     ],
 )
-def test_every_place_of_the_rope_is_read_as_transformers_reads_it(
+def test_rope_fields_are_read_as_transformers_reads_them(
     family: str, changes: dict[str, Any]
 ) -> None:
     written = tiny_model_config(family).to_dict() | {"vocab_size": 96} | copy.deepcopy(changes)
@@ -131,6 +131,6 @@ def test_every_place_of_the_rope_is_read_as_transformers_reads_it(
         ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "not a table"),
     ],
 )
-def test_refusals(config: dict[str, Any], message: str) -> None:
+def test_unsupported_ropes_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_rope(config, 64, "test")

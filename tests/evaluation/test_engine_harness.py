@@ -164,7 +164,7 @@ def test_a_special_token_among_the_stop_strings_ends_the_text_as_in_lm_eval(mode
     assert texts == [whole.partition(name)[0]]
 
 
-def test_what_the_context_cannot_hold_is_an_error_of_the_user(models):
+def test_prompts_beyond_the_context_are_user_errors(models):
     _, ours = models
     with pytest.raises(UserError, match="leave no room for a prompt"):
         ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)

@@ -221,7 +221,7 @@ def test_other_configurations_of_a_data_set_are_ignored(tmp_path, name, task):
         ("piqa/train.parquet", "has no .parquet file of its validation split"),
     ],
 )
-def test_a_data_set_without_the_split_that_is_asked_is_named(tmp_path, name, words):
+def test_a_data_set_without_the_needed_split_is_named(tmp_path, name, words):
     write_rows(tmp_path / name, PIQA)
     with pytest.raises(UserError, match=f"task piqa: .*{words}"):
         load_tasks(["piqa"], tmp_path)
@@ -290,7 +290,7 @@ def test_a_task_without_its_data_says_which_data(tasks, what, monkeypatch):
         ("validation_split: validation", "validation_split: dev", "lm-eval: KeyError: 'dev'"),
     ],
 )
-def test_what_lm_eval_refuses_in_a_task_is_said_as_it_is(tasks, monkeypatch, old, new, reason):
+def test_lm_evals_errors_in_a_task_are_quoted(tasks, monkeypatch, old, new, reason):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     text = (tasks / "doubling.yaml").read_text()
     assert old in text
@@ -311,7 +311,7 @@ def test_what_lm_eval_refuses_in_a_task_is_said_as_it_is(tasks, monkeypatch, old
         ("output_type: generate_until", "AssertionError: Invalid configuration"),
     ],
 )
-def test_what_lm_eval_refuses_while_scoring_is_one_line(checkpoint, tasks, changed, reason, capsys):
+def test_lm_evals_errors_while_scoring_are_one_line(checkpoint, tasks, changed, reason, capsys):
     file, key = tasks / "doubling.yaml", changed.partition(":")[0]
     kept = [line for line in file.read_text().splitlines() if not line.startswith(key)]
     file.write_text("\n".join([*kept, changed]))

@@ -108,7 +108,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path, prepared, model_folder):
         read_held_out(tmp_path / "other", str(model_folder))
 
 
-def test_another_end_token_is_no_other_tokenizer(tmp_path, prepared, model_folder):
+def test_another_end_token_is_accepted(tmp_path, prepared, model_folder):
     both = load_tokenizer(prepared / "tokenizer")
     both.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     both.save_pretrained(tmp_path / "tokenizer")
@@ -128,7 +128,7 @@ def test_vocabulary_beyond_the_model_is_refused(tmp_path, prepared, model_folder
         evaluate(bare, tmp_path / "other", device="cpu")
 
 
-def test_text_is_no_conversation(prepared, model_folder):
+def test_chat_is_refused_for_prepared_text(prepared, model_folder):
     with pytest.raises(UserError, match="holds text, not conversations: leave out --chat"):
         read_held_out(prepared, str(model_folder), chat=True)
 

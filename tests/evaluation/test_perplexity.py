@@ -59,7 +59,7 @@ def reference(model, tokens, context):
 
 
 @pytest.mark.parametrize("context", [32, 7, 500])
-def test_equals_plain_computation(model, tokens, context):
+def test_equals_a_plain_float64_computation(model, tokens, context):
     expected, count = reference(model, tokens, context)
     measured = perplexity(model, tokens, context_length=context, batch_size=3)
     assert measured.tokens == count == len(tokens) - 1
@@ -95,7 +95,7 @@ def test_equals_the_trainers_validation(model, prepared):
     assert measured.mean_nll == pytest.approx(loss, rel=1e-12)
 
 
-def test_bits_per_byte():
+def test_bits_per_byte_follow_from_the_size_of_the_text():
     words = dict.fromkeys(("checkpoint", "format", "data", "precision", "device"), "")
     where = {"context_length": 8, "text_bytes": 10} | words
     measured = Evaluation(mean_nll=math.log(2), tokens=30, **where)
@@ -114,14 +114,14 @@ def test_progress_counts_every_token(model, tokens):
     assert seen[-1] == len(tokens) - 1
 
 
-def test_what_cannot_be_scored_is_refused(model, tokens):
+def test_unscorable_data_is_refused(model, tokens):
     with pytest.raises(UserError, match="2048 positions"):
         perplexity(model, tokens, context_length=4096)
     with pytest.raises(UserError, match="1 tokens"):
         perplexity(model, np.array([1]), context_length=8)
 
 
-def test_evaluate_prepared_data(model_folder, prepared):
+def test_evaluate_scores_prepared_data(model_folder, prepared):
     measured = evaluate(
         model_folder, prepared, precision="float32", device="cpu", context_length=32
     )
@@ -136,7 +136,7 @@ def test_evaluate_prepared_data(model_folder, prepared):
     assert json.loads(json.dumps(flat)) == flat
 
 
-def test_first_tokens_only(model_folder, prepared):
+def test_max_tokens_scores_the_first_tokens_only(model_folder, prepared):
     measured = evaluate(model_folder, prepared, device="cpu", max_tokens=100, context_length=32)
     assert measured.tokens == 100
     assert measured.bits_per_byte is None

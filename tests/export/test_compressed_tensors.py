@@ -33,7 +33,7 @@ def test_packing_is_that_of_the_package(random_codes, columns: int) -> None:
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors-w2a8", "compressed-tensors-w8a8"])
-def test_the_package_reads_it(checkpoint: Path, tmp_path: Path, format: str) -> None:
+def test_compressed_tensors_reads_the_export(checkpoint: Path, tmp_path: Path, format: str) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
     config = ExportConfig(format=format, verify=True)
     verification = export(checkpoint, tmp_path / "out", config).verification
@@ -41,7 +41,9 @@ def test_the_package_reads_it(checkpoint: Path, tmp_path: Path, format: str) -> 
     assert verification.failures == []
 
 
-def test_folder(source: Checkpoint, checkpoint: Path, tmp_path: Path) -> None:
+def test_config_and_tensors_are_those_of_the_format(
+    source: Checkpoint, checkpoint: Path, tmp_path: Path
+) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     entry = config["quantization_config"]

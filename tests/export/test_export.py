@@ -80,7 +80,7 @@ def test_a_folder_is_complete_and_always_the_same(
         ),
     ],
 )
-def test_the_rope_also_stands_where_transformers_4_looks(source, tmp_path, changes, expected):
+def test_rope_is_also_stored_where_transformers_4_looks(source, tmp_path, changes, expected):
     own = changed(source, config=source.config | changes)
     write(own, tmp_path / "out", ExportConfig(format="dense"))
     config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
@@ -200,7 +200,9 @@ def test_options_are_checked() -> None:
         ExportConfig(format="bitnet", embeddings="q8_0")
 
 
-def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exports_and_replaces_nothing(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["export", str(checkpoint), str(tmp_path / "out"), "--to", "dense"])
     printed = capsys.readouterr().out
     assert "dense, 0." in printed

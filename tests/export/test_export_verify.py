@@ -147,7 +147,7 @@ def test_the_command_exits_with_2_when_out_of_bounds(
     assert "verification failed: log-probabilities" in capsys.readouterr().err
 
 
-def test_a_packed_source(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_export_of_a_packed_model_passes(checkpoint: Path, tmp_path: Path) -> None:
     from sparse_bitnet.checkpoint.hub import register
     from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 

@@ -169,7 +169,7 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not covered"),
     ],
 )
-def test_what_a_file_cannot_say_is_refused(
+def test_settings_that_gguf_cannot_store_are_refused(
     packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, changes: Any, message: str
 ) -> None:
     monkeypatch.setattr("sparse_bitnet.export.export_checkpoint.absent_reader", lambda format: None)
@@ -182,7 +182,9 @@ def test_what_a_file_cannot_say_is_refused(
 @pytest.mark.parametrize(
     ("name", "note"), [("bitnet 2B4T", "bitnet.cpp"), ("mistral with a window", "no window")]
 )
-def test_what_llama_cpp_does_not_do_is_said(packed, tmp_path: Path, name: str, note: str) -> None:
+def test_features_that_llama_cpp_lacks_are_noted(
+    packed, tmp_path: Path, name: str, note: str
+) -> None:
     result = export(packed(name), tmp_path / "out", ExportConfig(format="gguf-tq2_0"))
     assert note in str(result.warning)
 

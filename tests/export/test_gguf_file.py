@@ -63,7 +63,7 @@ def test_the_smallest_preset_is_written(
         ({"vocab_size": 100}, "vocabulary ends at 100"),
     ],
 )
-def test_architectures_it_does_not_cover(
+def test_unsupported_architectures_are_refused(
     source: Checkpoint, tmp_path: Path, changes, message: str
 ) -> None:
     other = changed(source, config=source.config | changes)

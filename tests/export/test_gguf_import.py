@@ -183,7 +183,7 @@ def i2_s(run: int) -> Write:
 
 
 @pytest.mark.parametrize(("run", "name"), [(32, "I2_S"), (16, "I2_S of ARM")])
-def test_the_weights_tell_in_which_order_i2_s_was_written(
+def test_weights_show_the_order_of_i2_s(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, run: int, name: str
 ) -> None:
     model = ternary_model("bitnet", 256)
@@ -223,7 +223,7 @@ def logits(model: Any) -> torch.Tensor:
         ("hunyuan_v1_dense", "hunyuan-dense", 256, sherry),
     ],
 )
-def test_the_weights_come_back(
+def test_weights_come_back_exactly(
     tmp_path: Path, family: str, architecture: str, group: int, write: Write
 ) -> None:
     """Every weight, and the logits of the folder in floats against those of the model."""
@@ -348,14 +348,16 @@ def _at_the_same_offset(data: bytes) -> bytes:
         (lambda data: data.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba'"),
     ],
 )  # fmt: skip
-def test_damaged_files(small_file: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_damaged_files_are_refused(
+    small_file: Path, tmp_path: Path, change: Any, message: str
+) -> None:
     (tmp_path / "bad.gguf").write_bytes(change(small_file.read_bytes()))
     with pytest.raises(UserError, match=message):
         import_checkpoint(tmp_path / "bad.gguf", tmp_path / "no", packed="i2")
     assert not (tmp_path / "no").exists()
 
 
-def test_files_that_are_not_ternary(tmp_path: Path) -> None:
+def test_files_that_are_not_ternary_are_refused(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **SIZES)).float()
@@ -393,7 +395,7 @@ def test_an_ordinary_file_is_a_start_and_a_teacher(tmp_path: Path, family: str, 
     ["pack IN OUT", "import IN OUT", "export IN OUT --to dense", "generate IN --prompt a"]
     + [f"generate IN --prompt a --engine {engine}" for engine in ("cpu", "transformers")],
 )
-def test_who_takes_no_ordinary_file_names_distill(
+def test_commands_that_need_ternary_files_name_distill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, command: str
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -576,7 +578,7 @@ def _described(kind: str, tokens: list[str], **more: Any) -> dict[str, Any]:
         ({"model": "llama", "scores": [0.0] * 9}, 1, 0),
     ],
 )
-def test_what_a_file_does_not_say_is_as_in_llama_cpp(
+def test_missing_metadata_has_llama_cpps_defaults(
     tmp_path: Path, fields: dict[str, Any], first: int, last: int
 ) -> None:
     ids = {} if fields["model"] == "llama" else {"bos_token_id": 1, "eos_token_id": 2}
@@ -612,7 +614,7 @@ def test_a_file_is_a_tokenizer_and_its_model_goes_with_data_of_it(
             assert data.check_tokenizer(path, "model.gguf")
 
 
-def test_tokens_around_a_text_may_be_of_any_spelling(tmp_path: Path) -> None:
+def test_bos_and_eos_tokens_may_have_any_spelling(tmp_path: Path) -> None:
     fields = {"model": "gpt2", "tokens": ["a", ":", "$A"], "bos_token_id": 1, "eos_token_id": 2}
     fields |= {"add_bos_token": True, "add_eos_token": True, "pre": "gpt-2"}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}

@@ -52,7 +52,7 @@ def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path) -
     assert vocabulary["tokens"][-1] == "[PAD391]"
 
 
-def test_added_tokens_that_are_not_special(changed) -> None:
+def test_added_tokens_that_are_not_special_are_written(changed) -> None:
     content = json.loads((changed() / "tokenizer.json").read_text("utf-8"))
     flags = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
     tags = [{"id": 384 + n, "content": f"<{n}>", **flags} for n in range(2)]
@@ -72,7 +72,7 @@ def test_added_tokens_that_are_not_special(changed) -> None:
     assert added == [False, False], "the engine, too, adds none"
 
 
-def test_more_ends_of_a_text_than_gguf_names_are_refused(changed) -> None:
+def test_more_end_tokens_than_gguf_has_names_for_are_refused(changed) -> None:
     folder = changed()
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
     with pytest.raises(UserError, match="4 tokens end its texts, of which GGUF names 3"):
@@ -80,7 +80,7 @@ def test_more_ends_of_a_text_than_gguf_names_are_refused(changed) -> None:
 
 
 @pytest.mark.parametrize("around", [("", ""), ("", "<|endoftext|>"), ("a", "")])
-def test_what_a_tokenizer_puts_around_a_text(changed, checkpoint, around) -> None:
+def test_bos_and_eos_flags_follow_the_post_processor(changed, checkpoint, around) -> None:
     backend = load_tokenizer(checkpoint).backend_tokenizer
     first, last = around
     backend.post_processor = TemplateProcessing(
@@ -167,6 +167,8 @@ def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
         ({"model": {"ignore_merges": True}}, "with ignore_merges True, is not one of those"),
     ],
 )
-def test_what_llama_cpp_would_read_differently_is_refused(changed, changes, message: str) -> None:
+def test_tokenizers_that_llama_cpp_would_read_differently_are_refused(
+    changed, changes, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         read_vocabulary(changed(**changes))

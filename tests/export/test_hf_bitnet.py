@@ -40,7 +40,7 @@ def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None
 
 
 @pytest.mark.parametrize(("embeddings", "bound"), [("f32", 2e-5), ("bf16", 0.02)])
-def test_transformers_reads_it(
+def test_transformers_reads_the_export(
     checkpoint: Path, tmp_path: Path, embeddings: str, bound: float
 ) -> None:
     config = ExportConfig(format="bitnet", embeddings=embeddings, verify=True)
@@ -51,7 +51,7 @@ def test_transformers_reads_it(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_any_architecture(tmp_path: Path, family: str) -> None:
+def test_transformers_computes_the_same_for_every_family(tmp_path: Path, family: str) -> None:
     model = convert_(tiny_model(family), SparseBitConfig.parse("ternary-2:4")).eval()
     save_pretrained(model, tmp_path / "model")
     export(tmp_path / "model", tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))

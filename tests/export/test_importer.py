@@ -51,7 +51,9 @@ def test_masters_give_back_exactly_their_codes_and_scale(
         assert selection.weight_scale == ternary.weight_scale
 
 
-def test_of_a_remembered_format_the_pattern_counts(checkpoint: Path, tmp_path: Path) -> None:
+def test_pattern_of_an_export_is_kept_without_its_registered_functions(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     """Readers of an export need not have the functions that its training registered."""
     export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet"))
     path = tmp_path / "out" / "config.json"
@@ -61,7 +63,7 @@ def test_of_a_remembered_format_the_pattern_counts(checkpoint: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_exports_come_back(checkpoint: Path, tmp_path: Path, format: str) -> None:
+def test_exports_are_imported_exactly(checkpoint: Path, tmp_path: Path, format: str) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format=format, embeddings="f32"))
     result = import_checkpoint(tmp_path / "out", tmp_path / "back")
     assert result.format == SparseBitConfig(pattern=NMPattern(6, 8))
@@ -100,7 +102,7 @@ def test_packing_at_once_writes_what_packing_masters_writes(
         ).read_bytes(), name
 
 
-def test_the_pattern_can_be_said_and_is_checked(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_given_pattern_is_checked(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w8a8"))
     dense = import_checkpoint(tmp_path / "out", tmp_path / "dense", pattern=NMPattern(8, 8))
     assert dense.format.pattern.is_dense
@@ -132,7 +134,7 @@ def loaded_by_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         return model(ids).logits
 
 
-def test_autobitlinear_bias_included(checkpoint: Path, tmp_path: Path) -> None:
+def test_autobitlinear_is_imported_with_its_bias(checkpoint: Path, tmp_path: Path) -> None:
     """The packed published form: the scale multiplies, and the bias with it."""
     export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f32"))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -153,7 +155,7 @@ def test_autobitlinear_bias_included(checkpoint: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.01)
 
 
-def test_published_masters_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
+def test_published_masters_in_bfloat16_are_imported(checkpoint: Path, tmp_path: Path) -> None:
     """BitNet b1.58's form for training: bf16 weights that the reader quantises in every forward."""
     export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
     masters = {
@@ -176,7 +178,7 @@ def test_published_masters_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None
     torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.02)
 
 
-def test_the_architecture_of_bitnet_b1_58(tmp_path: Path) -> None:
+def test_bitnet_b1_58_keeps_its_architecture(tmp_path: Path) -> None:
     """Its published masters, with the norms inside the blocks, made small."""
     from transformers import BitNetConfig, BitNetForCausalLM
 
@@ -228,7 +230,7 @@ def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_tensors_that_have_no_counterpart_here(
+def test_tensors_without_counterpart_are_refused(
     w2a8: Path, tmp_path: Path, suffix: str, change, message: str
 ) -> None:
     tensors = load_file(w2a8 / "model.safetensors")
@@ -260,7 +262,7 @@ def change_entry(folder: Path, change) -> None:
         ),
     ],
 )
-def test_settings_that_have_no_counterpart_here(
+def test_settings_without_counterpart_are_refused(
     w2a8: Path, tmp_path: Path, change, message: str
 ) -> None:
     change_entry(w2a8, change)
@@ -291,7 +293,9 @@ def test_dense_checkpoints_and_missing_folders_are_refused(
         import_checkpoint(tmp_path / "out", tmp_path / "out")
 
 
-def test_the_command(w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_imports_a_folder(
+    w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["import", str(w2a8), str(tmp_path / "back")])
     assert "14 ternary layers, read from compressed-tensors pack-quantized, written as" in " ".join(
         capsys.readouterr().out.split()

@@ -79,7 +79,7 @@ def expected(model: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(("family", "released"), [("qwen3", True), ("gemma3_text", False)])
-def test_the_engine_equals_transformers_layers(tmp_path: Path, family: str, released: bool) -> None:
+def test_engine_equals_transformers_layers(tmp_path: Path, family: str, released: bool) -> None:
     model = reference(family)
     folder = write(tmp_path / "model", model, released=released)
     assert find_checkpoint(folder).kind == "foreign"
@@ -108,7 +108,7 @@ def test_the_engine_equals_transformers_layers(tmp_path: Path, family: str, rele
         ("modules_to_not_convert", 3, "is not a list of names"),
     ],
 )
-def test_settings_of_the_wrong_form(
+def test_invalid_settings_are_refused(
     tmp_path: Path, setting: str, value: object, message: str
 ) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=False)
@@ -119,7 +119,7 @@ def test_settings_of_the_wrong_form(
         import_checkpoint(folder, tmp_path / "no", packed="i2")
 
 
-def test_masters_have_no_such_norms(tmp_path: Path) -> None:
+def test_importing_masters_with_linear_norms_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
     with pytest.raises(UserError, match=r"a norm in each linear.*--packed-format auto"):
         import_checkpoint(folder, tmp_path / "no")
@@ -127,7 +127,7 @@ def test_masters_have_no_such_norms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path, family: str) -> None:
+def test_gguf_keeps_linear_norms(tmp_path: Path, checkpoint: Path, family: str) -> None:
     """bitnet.cpp's names, written and read back; Gemma's norms have no offset there."""
     sizes = {"vocab_size": 392, "head_dim": 32, "query_pre_attn_scalar": 32}
     model = reference(family, **(sizes if family == "gemma3_text" else {"vocab_size": 392}))
@@ -149,7 +149,7 @@ def test_gguf_has_such_norms(tmp_path: Path, checkpoint: Path, family: str) -> N
 
 
 @pytest.mark.parametrize("format", ["dense", "bitnet", "compressed-tensors-w8a8"])
-def test_folders_of_other_tools_have_no_such_norms(tmp_path: Path, format: str) -> None:
+def test_exporting_linear_norms_to_folders_is_refused(tmp_path: Path, format: str) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
     import_checkpoint(folder, tmp_path / "packed", packed="i2")
     with pytest.raises(UserError, match=r"proj\.norm\.weight is not part of the model in its"):
@@ -164,7 +164,7 @@ def logits_of(folder: Path) -> np.ndarray:
     return logits
 
 
-def test_another_epsilon_is_not_the_engines(tmp_path: Path) -> None:
+def test_another_epsilon_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
     import_checkpoint(folder, tmp_path / "packed", packed="i2")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())

@@ -32,14 +32,16 @@ def test_a_trained_model_predicts_the_same(
 
 
 @pytest.mark.parametrize("embeddings", ["q8_0", "bf16"])
-def test_other_embeddings_and_rows_of_64(checkpoint: Path, tmp_path: Path, embeddings: str) -> None:
+def test_other_embeddings_and_rows_of_64_predict_the_same(
+    checkpoint: Path, tmp_path: Path, embeddings: str
+) -> None:
     config = ExportConfig(format="gguf-q2_0", embeddings=embeddings, verify=True)
     verification = export(checkpoint, tmp_path / "out", config).verification
     assert verification is not None
     assert verification.failures == []
 
 
-def test_the_gpt_2_pre_tokenizer_is_the_same_there(
+def test_gpt_2_pre_tokenizer_gives_the_same_tokens(
     checkpoint: Path, python_text: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "gpt-2"

@@ -32,7 +32,7 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_recipe_pattern_data_and_perplexity(run: Path, format: str) -> None:
+def test_card_has_recipe_pattern_data_and_perplexity(run: Path, format: str) -> None:
     card = model_card(open_checkpoint(run), format, "bf16", checked=[("reader", "some | tool")])
     assert card.startswith("---\nlibrary_name: ")
     for part in (
@@ -60,7 +60,7 @@ def test_recipe_pattern_data_and_perplexity(run: Path, format: str) -> None:
         ("dense", ["vllm serve", "wrong"]),
     ],
 )
-def test_every_tool_has_its_command(source, format: str, commands: list[str]) -> None:
+def test_card_has_a_command_for_every_tool(source, format: str, commands: list[str]) -> None:
     card = model_card(source, format, "f16", checked=[])
     for command in commands:
         assert command in card
@@ -68,6 +68,6 @@ def test_every_tool_has_its_command(source, format: str, commands: list[str]) ->
     assert "## Checked" not in card
 
 
-def test_full_precision(make_checkpoint) -> None:
+def test_card_of_a_full_precision_model_says_so(make_checkpoint) -> None:
     card = model_card(open_checkpoint(make_checkpoint("full-2:4")), "dense", "bf16", checked=[])
     assert "2:4 sparsity and full-precision weights" in card

@@ -104,7 +104,7 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
         check_folder_format(source, "bitnet")
 
 
-def test_what_is_no_checkpoint_of_ours_is_refused(edited, tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint_of_ours_are_refused(edited, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder: owner/name, and the hub gives no model"):
         open_checkpoint("owner/name")
     with pytest.raises(UserError, match="no such checkpoint"):

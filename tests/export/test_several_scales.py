@@ -84,7 +84,7 @@ def exported(source: Path, out: Path, format: str) -> Path:
         ("gguf-tq2_0", "per-channel"),
     ],
 )
-def test_a_format_that_has_the_scales_holds_them(
+def test_formats_with_these_scales_store_them(
     trained: Callable[[str], Path], tmp_path: Path, format: str, quantizer: str
 ) -> None:
     source = trained(quantizer)
@@ -109,7 +109,7 @@ def test_a_format_that_has_the_scales_holds_them(
         ("gguf-i2_s", "per-channel"),
     ],
 )
-def test_one_that_has_not_refuses(
+def test_formats_without_these_scales_refuse(
     trained: Callable[[str], Path], tmp_path: Path, format: str, quantizer: str
 ) -> None:
     source = trained(quantizer)
@@ -132,7 +132,7 @@ def test_groups_that_no_packed_format_has_are_refused(
 
 
 @pytest.mark.parametrize("format", ["gguf-q2_0", "dense"])
-def test_scales_of_several_kinds_in_one_model(
+def test_a_model_may_have_scales_of_several_kinds(
     trained: Callable[[str], Path], tmp_path: Path, format: str
 ) -> None:
     """The first matrix has one, the others one for 64 weights."""

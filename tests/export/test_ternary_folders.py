@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders that say nothing of a quantiser and are ternary: found by looking, and exact."""
+"""Model folders without quantization settings whose weights are ternary: detected, and read exactly."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,9 @@ def by_either(rows: int, columns: int) -> torch.Tensor:
         ("bitnet", by_matrix, torch.bfloat16),
     ],
 )
-def test_ternary_floats(tmp_path: Path, family: str, scales_of: Any, dtype: torch.dtype) -> None:
+def test_ternary_floats_are_imported_exactly(
+    tmp_path: Path, family: str, scales_of: Any, dtype: torch.dtype
+) -> None:
     model = save_model(tmp_path / "model", family, scales_of, dtype)
     assert find_checkpoint(tmp_path / "model").kind == "foreign"
     result = import_checkpoint(
@@ -86,7 +88,7 @@ def test_ternary_floats(tmp_path: Path, family: str, scales_of: Any, dtype: torc
     assert (imported - logits(model)).norm() < 0.05 * logits(model).norm()
 
 
-def test_only_the_beginning_is_ternary(tmp_path: Path) -> None:
+def test_a_matrix_that_is_ternary_only_at_first_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", by_row, torch.float16)
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -110,7 +112,7 @@ def test_layers_of_zeros_are_named(tmp_path: Path) -> None:
     assert not open_checkpoint(tmp_path / "packed").effective("model.layers.1.mlp.up_proj").any()
 
 
-def test_tensors_that_are_there_twice(tmp_path: Path) -> None:
+def test_tensors_in_two_files_are_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", by_row, torch.float16)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     some = {"model.norm.weight": tensors["model.norm.weight"]}
@@ -119,7 +121,7 @@ def test_tensors_that_are_there_twice(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "model")
 
 
-def test_mlx_with_two_bits(tmp_path: Path) -> None:
+def test_mlx_with_two_bits_is_imported_exactly(tmp_path: Path) -> None:
     """Words of 16 codes, a scale and a bias of its negative for each group; the embedding too."""
     model = save_model(tmp_path / "model", "qwen3", by_group, torch.float16)
     weights = load_file(tmp_path / "model" / "model.safetensors")
@@ -144,7 +146,7 @@ def test_mlx_with_two_bits(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "packed").layers == source.layers
 
 
-def test_the_first_form_of_bitnet(tmp_path: Path) -> None:
+def test_first_published_bitnet_is_imported(tmp_path: Path) -> None:
     """Llama by its config, two norms more by its tensors; masters in float16."""
     from transformers import AutoModelForCausalLM
 
@@ -176,7 +178,7 @@ def test_the_first_form_of_bitnet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("revision", ["main", "bfloat16"])
-def test_falcon_e_as_it_is_published(tmp_path: Path, head_dim: int, revision: str) -> None:
+def test_published_falcon_e_is_imported(tmp_path: Path, head_dim: int, revision: str) -> None:
     """A Llama without a bias whose heads need not share out its hidden size. On main rows of four codes a
     byte with the scale's inverse in bfloat16; in the other revision bfloat16 weights."""
     from transformers import AutoModelForCausalLM

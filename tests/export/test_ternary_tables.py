@@ -102,7 +102,7 @@ def test_a_gguf_file_stays_ternary_to_its_logits(tmp_path: Path, group: int, tie
 
 
 @pytest.mark.parametrize("ternary", [EMBEDDING, HEAD])
-def test_a_ternary_one_beside_one_that_is_not(tmp_path: Path, ternary: str) -> None:
+def test_a_ternary_table_beside_a_dense_one_is_kept(tmp_path: Path, ternary: str) -> None:
     model = with_ternary_tables(64, tie_word_embeddings=False)
     (other,) = {EMBEDDING, HEAD} - {ternary}
     table = model.get_parameter(other)

@@ -61,7 +61,7 @@ def folder(request, tmp_path):
 @pytest.mark.parametrize("chat", CHATS, ids=["one", "many"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "name": "ä<b>"}]])
-def test_the_text_is_that_of_transformers(folder, chat, add_generation_prompt, tools):
+def test_rendered_chats_are_those_of_transformers(folder, chat, add_generation_prompt, tools):
     variables = {"tools": tools, "extra": "more"}
     expected = load_tokenizer(folder).apply_chat_template(
         chat, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
@@ -72,7 +72,7 @@ def test_the_text_is_that_of_transformers(folder, chat, add_generation_prompt, t
     assert rendered
 
 
-def test_the_older_places_of_a_template(folder):
+def test_older_files_of_a_template_are_read(folder):
     source = (folder / "chat_template.jinja").read_text()
     expected = ChatTemplate.load(folder).render(CHATS[0])
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -127,7 +127,7 @@ def test_refusals_and_attacks_are_one_line_errors(source):
         ("{{ raise_exception('two\nlines') }}", "two lines"),
     ],
 )  # fmt: skip
-def test_a_template_takes_no_more_than_it_may(source, words):
+def test_time_and_memory_of_a_template_are_limited(source, words):
     """Only for the message that asks for it: the next one is answered as before."""
     template = ChatTemplate("{% if messages[0].attack %}" + source + "{% else %}fine{% endif %}")
     with pytest.raises(UserError, match=words) as refused:
@@ -136,7 +136,7 @@ def test_a_template_takes_no_more_than_it_may(source, words):
     assert template.render([{"attack": False}]) == "fine"
 
 
-def test_without_posix_the_clock_ends_it(monkeypatch):
+def test_without_posix_a_clock_ends_a_template(monkeypatch):
     script = """
 import signal, sys
 sys.modules["resource"] = None
@@ -191,7 +191,7 @@ def test_a_damaged_template_is_one_line(tmp_path, content, words):
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_templates_of_any_form_are_one_line_or_none(value):
+def test_any_json_as_a_template_is_read_or_refused_in_one_line(value):
     with tempfile.TemporaryDirectory() as name:
         config = {"chat_template": value, "eos_token": value}
         Path(name, "tokenizer_config.json").write_text(json.dumps(config))

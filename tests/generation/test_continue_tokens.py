@@ -173,7 +173,7 @@ def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer)
         ([1] * 500, 13, ContextFull, "ask for fewer, or shorten"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_work(engine, tokenizer, prompt, new, error, words):
+def test_invalid_requests_are_refused_before_any_work(engine, tokenizer, prompt, new, error, words):
     with pytest.raises(error, match=words):
         run(engine, prompt, tokenizer, max_tokens=new)
     assert engine.computed == []

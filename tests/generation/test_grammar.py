@@ -112,11 +112,11 @@ def check(grammars, seed):
     return True
 
 
-def test_finished_texts_are_as_their_schemas_say(grammars):
+def test_finished_output_fits_its_schema(grammars):
     assert sum(check(grammars, seed) for seed in range(SCHEMAS)) > 0.8 * SCHEMAS
 
 
-def test_regex_choice_and_rules(grammars):
+def test_output_fits_its_regex_choice_or_rules(grammars):
     assert written(grammars, Grammar.regex("[ab]{3}c?"), 0).text[:3].strip("ab") == ""
     options = ["yes", "no", 'q"\n世', "/", *map(str, range(3000))]
     texts = {written(grammars, Grammar.choice(options), seed).text for seed in range(20)}
@@ -136,7 +136,7 @@ def test_a_text_ends_where_nothing_can_follow_also_without_end_tokens():
     assert (generation.text, generation.finish_reason, generation.generated) == ("ab", "stop", 2)
 
 
-def test_special_tokens_are_no_text(grammars):
+def test_special_tokens_are_not_grammar_text(grammars):
     matcher = grammars.start(Grammar.regex("(.|\n)+"))
     allowed = np.isfinite(matcher.masked(np.zeros(VOCAB, np.float32)))
     assert allowed[BYTES.encode("a b\n<é")[:-1]].all()
@@ -145,7 +145,7 @@ def test_special_tokens_are_no_text(grammars):
     assert np.flatnonzero(np.isfinite(matcher.masked(np.zeros(VOCAB, np.float32)))[END:]) == [0]
 
 
-def test_vocabulary_with_spaces_at_the_beginning_of_words():
+def test_grammars_fit_vocabularies_with_spaces_before_words():
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁{", "{"]
     tokenizer = Tokenizer(
         models.BPE({piece: place for place, piece in enumerate(pieces)}, [("▁", "{")])
@@ -171,7 +171,7 @@ def test_vocabulary_with_spaces_at_the_beginning_of_words():
     )
 
 
-def test_rules_that_take_too_long_to_follow_end_their_text_alone(grammars, monkeypatch):
+def test_slow_grammars_fail_only_their_own_output(grammars, monkeypatch):
     tick, token = 0.02, BYTES.encode("a")[0]
     clock = itertools.accumulate(iter(lambda: tick, None))
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
@@ -185,7 +185,7 @@ def test_rules_that_take_too_long_to_follow_end_their_text_alone(grammars, monke
         other.take(token)
 
 
-def test_each_text_has_its_own_place(grammars):
+def test_copies_of_a_matcher_advance_separately(grammars):
     grammars.start(Grammar.choice(["ab"])).take(BYTES.encode("a")[0])
     matcher = grammars.start(Grammar.choice(["ab"]))
     copy = matcher.copy()
@@ -195,7 +195,7 @@ def test_each_text_has_its_own_place(grammars):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "complaint"),
+    ("grammar", "message"),
     [
         (lambda: Grammar.regex("(a"), "unclosed group"),
         (lambda: Grammar.regex("a\udce9"), "not Unicode"),
@@ -211,11 +211,11 @@ def test_each_text_has_its_own_place(grammars):
         (lambda: Grammar.rules("\n" * 100_000 + 'root ::= "x"'), "too long"),
     ],
 )
-def test_what_is_no_grammar_is_refused(grammars, grammar, complaint):
-    with pytest.raises(UserError, match=complaint) as error:
+def test_invalid_grammars_are_refused(grammars, grammar, message):
+    with pytest.raises(UserError, match=message) as error:
         grammars.start(grammar())
     assert "\n" not in str(error.value)
-    grammars.start(Grammar.choice([complaint]))
+    grammars.start(Grammar.choice([message]))
 
 
 def test_refusals_are_remembered(grammars, monkeypatch):
@@ -229,13 +229,13 @@ def test_refusals_are_remembered(grammars, monkeypatch):
     assert grammars.known(Grammar.rules("start: another_rule")) is None
 
 
-def test_lenient_schemas_pass_over_what_is_not_supported(grammars):
+def test_lenient_schemas_ignore_unsupported_keywords(grammars):
     schema = {"type": "string", "maxLength": 3, "not": {"const": "x"}}
     text = written(grammars, Grammar.json_schema(schema, is_strict=False), 0)
     assert len(json.loads(text.text)) <= 3
 
 
-def test_vocabulary_without_the_bytes(grammars):
+def test_a_vocabulary_without_the_bytes_fails(grammars):
     short = TokenGrammars(BYTES, 40, frozenset())
     with pytest.raises(UserError, match="vocabulary lacks"):
         short.start(Grammar.choice(["\xff"]))

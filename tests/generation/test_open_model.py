@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
         ("trained", "auto", "transformers"),
     ],
 )
-def test_the_engine_asked_for_or_the_fastest_that_can(folder, model, engine, expected):
+def test_auto_chooses_the_fastest_engine_that_supports_the_model(folder, model, engine, expected):
     opened = open_model(folder / model, EngineOptions(engine=engine, context_length=100))
     assert opened.engine_name == expected
     assert opened.engine.context_length == 100
@@ -51,7 +51,7 @@ def test_the_engine_asked_for_or_the_fastest_that_can(folder, model, engine, exp
         ("nowhere", {}, "nowhere"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(folder, model, options, words):
+def test_explicit_choices_that_cannot_be_honoured_are_refused(folder, model, options, words):
     with pytest.raises(UserError, match=words):
         open_model(folder / model, EngineOptions(**options))
 
@@ -138,7 +138,7 @@ def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
     assert done.stdout
 
 
-def test_text_in_and_text_out_in_python(folder, capsys):
+def test_generate_continues_a_prompt_in_python(folder, capsys):
     """The same text as `generate` prints, without torch."""
     packed, options = str(folder / "packed"), ["--max-tokens", "20", "--seed", "3"]
     main(["generate", packed, "--prompt", "some words", *options])

@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "bitnet"])
-def test_packed_once_and_run(
+def test_foreign_models_are_packed_once(
     models: Path, cache: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = []
@@ -109,7 +109,7 @@ def hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     return asked
 
 
-def test_hub_ids(
+def test_hub_ids_files_and_revisions_are_resolved(
     models: Path, hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model, a file of one, each with a revision."""
@@ -138,9 +138,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
-def test_a_name_of_which_no_file_can_be_is_one_line(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_file_name_is_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--port", "0"] if verb == "serve" else []
     with pytest.raises(SystemExit, match="2"):
         main([verb, "a" * 300, *options])

@@ -61,7 +61,7 @@ def ours(logits, seen, options):
     st.sampled_from([0.0, 0.3, 0.95]),
     st.sampled_from([0.0, 0.5]),
 )
-def test_what_can_be_drawn_and_how_likely_is_as_in_transformers(
+def test_candidates_and_probabilities_are_those_of_transformers(
     seed, vocab_size, temperature, top_k, top_p, min_p, penalty, forbidden, step
 ):
     random = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def test_temperature_0_is_the_most_likely_token_after_the_penalty():
     assert logits.tolist() == [1.0, 3.0, 2.5, -1.0]
 
 
-def test_penalties_of_the_text_so_far_and_bias():
+def test_penalties_and_bias_change_the_logits():
     logits = np.array([1.0, 3.0, 2.5, -1.0], np.float32)
 
     def drawn(count, **options):
@@ -131,7 +131,7 @@ def test_draws_follow_the_probabilities():
     np.testing.assert_allclose(counts / 4000, [0.5, 0.25, 0.125, 0.125], atol=0.03)
 
 
-def test_what_has_no_probability_is_not_drawn():
+def test_tokens_without_probability_are_not_drawn():
     """Not even where a block's float32 sum is above its float64 sum, as at this seed's 919th draw."""
     logits = np.random.default_rng(1).standard_normal(300).astype(np.float32) * 4
     logits[100:] = -np.inf
@@ -206,7 +206,7 @@ def test_logits_that_are_no_numbers_are_refused(bad, others):
         {"repetition_penalty": 0.01, "top_p": 1 - 2**-53, "min_p": 5e-324},
     ],
 )
-def test_the_edges_of_the_options_give_numbers(changes):
+def test_extreme_options_give_finite_numbers(changes):
     """Also for the largest logits that the greatest penalty leaves finite."""
     options = SamplingOptions(**changes)
     for scale in (1, 3e36, 1e-45):

@@ -147,7 +147,7 @@ def test_ended_sequences_serve_later_prompts(sink):
     assert generated(longer) == greedy([*first.context, 1, 2], 10, VOCAB)
 
 
-def test_nothing_is_computed_for_no_tokens_whatever_is_kept(sink):
+def test_nothing_is_computed_for_zero_tokens(sink):
     prompt = list(range(40))
     with running(ScriptedEngine()) as scheduler:
         scheduler.submit([sink.request(prompt, 3)])
@@ -231,7 +231,7 @@ def test_requests_for_many_take_turns_with_others(sink):
     assert [9] in [one.request.prompt for one in ended[:4]]
 
 
-def test_cancelling_waiting_and_running_ones(sink):
+def test_waiting_and_running_generations_can_be_cancelled(sink):
     with running(ScriptedEngine(delay=0.005), max_running=1) as scheduler:
         first, second, third = scheduler.submit([sink.request([i], 900) for i in (1, 2, 3)])
         while not sink.times:
@@ -276,7 +276,7 @@ def test_too_long_for_context_or_cache_is_refused_at_once(sink):
 
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
-def test_stopping(sink, grace):
+def test_stop_ends_waiting_and_running_generations(sink, grace):
     scheduler = ThreadedScheduler(ScriptedEngine(delay=0.002), max_running=1)
     scheduler.start()
     first, second = scheduler.submit([sink.request([1], 40), sink.request([2], 40)])
@@ -291,7 +291,7 @@ def test_stopping(sink, grace):
     assert len(sink.wait(2)) == 2
 
 
-def test_scores_of_prompt_and_text(sink):
+def test_prompt_and_output_are_scored(sink):
     prompt = random_prompts(1, 99)[0] + [3] * 40
     with running(ScriptedEngine()) as scheduler:
         scored = [sink.request(prompt, wanted, top_scores=3, score_from=0) for wanted in (0, 4)]
@@ -335,7 +335,7 @@ def test_run_steps_where_it_is_called(sink):
             assert entry.logprob == score(logits, request.prompt[place], 0).logprob
 
 
-def test_run_raises_what_a_generation_fails_with(sink):
+def test_run_raises_the_error_of_a_generation(sink):
     engine = ScriptedEngine(fails=lambda tokens: 299 in tokens)
     requests = [sink.request(prompt, 900) for prompt in ([1, 2], [3, 299], [4, 5])]
     with pytest.raises(RuntimeError, match="told to fail"):
@@ -348,7 +348,7 @@ def test_run_raises_what_a_generation_fails_with(sink):
 
 
 @pytest.mark.parametrize(("ahead", "paused"), [(64, True), (None, False)])
-def test_with_room_for_all_that_they_become_none_is_paused(sink, ahead, paused):
+def test_no_generation_is_paused_with_room_for_all(sink, ahead, paused):
     engine = ScriptedEngine(cache_tokens=64 * 8, context_length=400)
     prompts = random_prompts(6, 60)
     scheduler = Scheduler(engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guessed tokens change no text, whatever is guessed, and are computed only where that pays."""
+"""Draft tokens change no text, whatever the draft, and are computed only where that pays."""
 
 import shutil
 from dataclasses import replace
@@ -91,7 +91,7 @@ def request_of(tokenizer):
     return make
 
 
-def test_texts_are_those_without_guesses(request_of):
+def test_speculation_changes_no_text(request_of):
     drawn = SamplingOptions(seed=5, temperature=0.4)
     penalties = replace(drawn, frequency_penalty=0.3, repetition_penalty=1.2, top_p=0.9)
     requests = [
@@ -112,7 +112,7 @@ def test_texts_are_those_without_guesses(request_of):
             assert 0 < done.accepted_tokens <= done.draft_tokens
 
 
-def test_a_form_is_kept_whatever_is_guessed():
+def test_drafts_never_break_a_grammar():
     """Guesses that the form forbids among them: only a text's own tokens move its state on."""
     pytest.importorskip("llguidance")
     grammar = Grammar.regex(r"(\{\"(id|name)\": [0-9]{1,4}\}, ?)*end")
@@ -144,7 +144,7 @@ def test_a_text_that_repeats_itself_takes_fewer_forwards(request_of):
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
-def test_nothing_is_computed_ahead_where_it_does_not_pay(request_of, share):
+def test_no_drafts_where_they_do_not_pay(request_of, share):
     """A text without repetitions, and an engine for which two tokens are twice the work of one."""
     logits = logits_after if share < 1 else repeating
     engine = ScriptedEngine(vocab_size=5000 if share < 1 else VOCAB, logits=logits)
@@ -153,14 +153,14 @@ def test_nothing_is_computed_ahead_where_it_does_not_pay(request_of, share):
     assert done.draft_tokens <= 6
 
 
-def test_many_streams_are_left_alone(request_of):
+def test_many_streams_get_no_drafts(request_of):
     engine = engine_of()
     requests = [request_of([place, 2, 3], 60) for place in range(9)]
     _, done = texts_of(engine, requests, speculation(engine), max_running=9)
     assert done.draft_tokens == 0
 
 
-def test_a_full_cache_and_a_paused_text(request_of, monkeypatch):
+def test_speculation_survives_a_full_cache_and_pauses(request_of, monkeypatch):
     requests = [request_of([place, 2, 3], 100) for place in range(4)]
     expected = [texts_of(engine_of(), [request])[0][0] for request in requests]
     engine = engine_of(cache_tokens=5 * 64)
@@ -170,7 +170,7 @@ def test_a_full_cache_and_a_paused_text(request_of, monkeypatch):
     assert done.accepted_tokens > 0
 
 
-def test_a_draft_model_guesses_where_the_text_does_not(request_of):
+def test_draft_model_is_used_where_the_text_does_not_repeat(request_of):
     requests = [request_of([1, 2, 3], 80), request_of([9], 80, sampling=SamplingOptions(seed=2))]
     expected, _ = texts_of(engine_of(logits_after), requests)
     for knows in (1.0, 0.7, 0.0):
@@ -193,7 +193,7 @@ def test_a_draft_model_guesses_where_the_text_does_not(request_of):
     assert texts_of(engine, requests, speculation(engine, draft=full))[0] == expected
 
 
-def test_the_command_guesses_and_refuses_drafts_that_do_not_fit(tmp_path, capsys):
+def test_command_speculates_and_refuses_unfit_draft_models(tmp_path, capsys):
     folder = make_packed(tmp_path, vocab_size=257, max_position_embeddings=256)
     numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(257)}, unk_token="0 "))
     numbers.decoder = decoders.Fuse()

@@ -97,7 +97,7 @@ def test_bytes_that_are_no_character_are_shown_as_such(folder):
     assert stream.flush() == "\ufffd"
 
 
-def test_byte_tokens_of_sentencepiece(folder):
+def test_byte_tokens_of_sentencepiece_become_characters(folder):
     tokenizer = byte_token_tokenizer()
     tokens = tokenizer.encode("a 中b")
     assert tokenizer.decode(tokens) == "a 中b"
@@ -106,7 +106,7 @@ def test_byte_tokens_of_sentencepiece(folder):
     assert tokenizer.token_bytes(tokens[0]) == b" a"
 
 
-def test_decoders_that_look_at_neighbours():
+def test_decoders_that_look_at_neighbours_stream_the_same_text():
     words = Tokenizer(
         models.WordPiece({"un": 0, "##do": 1, "it": 2, "[UNK]": 3}, unk_token="[UNK]")
     )
@@ -117,7 +117,7 @@ def test_decoders_that_look_at_neighbours():
     assert tokenizer.decode([0, 1, 2]) == "undo it"
 
 
-def test_numbers_beyond_the_vocabulary_are_no_text(folder):
+def test_numbers_beyond_the_vocabulary_give_no_text(folder):
     tokenizer = TextTokenizer.load(folder)
     assert tokenizer.token_bytes(5000) == b""
     assert tokenizer.decode([5000]) == ""
@@ -169,7 +169,7 @@ def shown_until(pieces, stop):
         (["stop", "more"], ["stop"], ["", "", ""], "stop"),
     ],
 )
-def test_stop_strings_let_nothing_of_themselves_through(pieces, stop, shown, ended_by):
+def test_no_part_of_a_stop_string_is_shown(pieces, stop, shown, ended_by):
     assert shown_until(pieces, stop) == (shown, ended_by)
 
 
@@ -178,7 +178,7 @@ def test_stop_strings_let_nothing_of_themselves_through(pieces, stop, shown, end
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 20), max_size=6),
 )
-def test_the_cutting_of_the_text_does_not_matter(text, stop, cuts):
+def test_stop_strings_do_not_depend_on_the_cutting_of_the_text(text, stop, cuts):
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
     shown, ended_by = shown_until(pieces, stop)

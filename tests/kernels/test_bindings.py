@@ -15,7 +15,7 @@ HUGE = (2**63 - 1, 2**62, 2**53, -1, -(2**63))
 
 
 @pytest.mark.parametrize("size", HUGE)
-def test_sizes_of_the_ops_kernels(size: int) -> None:
+def test_sizes_of_ops_kernels_are_checked(size: int) -> None:
     kernels = _cpu.Kernels.choose("")
     with pytest.raises(ValueError, match="out of range"):
         kernels.nm_mask(0, _cpu.Dtype.float32, size, 2, 4, 0, 1)
@@ -30,7 +30,7 @@ def test_sizes_of_the_ops_kernels(size: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (5, 4), (1, 0), (1, 33), (1, -4)])
-def test_patterns(n: int, m: int) -> None:
+def test_patterns_are_checked(n: int, m: int) -> None:
     with pytest.raises(ValueError, match="pattern"):
         _cpu.Kernels.choose("").nm_mask(0, _cpu.Dtype.float32, 8, n, m, 0, 1)
     with pytest.raises(ValueError, match="pattern"):
@@ -38,7 +38,7 @@ def test_patterns(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("size", [*HUGE, 0])
-def test_sizes_of_the_matrix_kernels(size: int) -> None:
+def test_sizes_of_matrix_kernels_are_checked(size: int) -> None:
     kernels, pool = _cpu.Kernels.choose(""), _cpu.ThreadPool(1)
     with pytest.raises(ValueError, match="columns"):
         _cpu.bytes_per_row(_cpu.WeightFormat.i2, 1, 1, size)
@@ -61,7 +61,7 @@ def test_sizes_of_the_matrix_kernels(size: int) -> None:
         kernels.matmul(pool, activations, [_cpu.Product(matrix, 0, 0, 8)])
 
 
-def test_int8_rows_whose_sums_would_not_fit() -> None:
+def test_int8_rows_whose_sums_would_overflow_are_refused() -> None:
     columns = (1 << 17) + 64
     size = {"rows": 1, "columns": columns, "row_stride": columns, "address": 64, "scales": 64}
     with pytest.raises(ValueError, match=r"int8 takes at most 2\^17 columns"):
@@ -73,12 +73,12 @@ def test_int8_rows_whose_sums_would_not_fit() -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2**31 - 1])
-def test_thread_counts(threads: int) -> None:
+def test_thread_counts_are_checked(threads: int) -> None:
     with pytest.raises(ValueError, match="threads"):
         _cpu.ThreadPool(threads)
 
 
-def test_offsets_in_files() -> None:
+def test_offsets_in_files_are_checked() -> None:
     place = {"descriptor": 0, "offset": 2**63 - 1}
     with pytest.raises(ValueError, match="neither an address nor a file"):
         _cpu.StoredMatrix(_cpu.StoredFormat.i2, 1, 1, 1, 256, 64, **place)
@@ -118,7 +118,7 @@ def test_a_decoder_takes_one_caller_at_a_time() -> None:
     decoder.close(sequence)
 
 
-def test_a_decoder_that_is_shut() -> None:
+def test_a_closed_decoder_refuses_calls() -> None:
     decoder = DecoderInMemory(random_model()).decoder
     decoder.shut()
     decoder.shut()

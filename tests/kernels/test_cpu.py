@@ -66,7 +66,7 @@ def test_mask_and_codes_equal_the_reference(case, scale, isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_around_the_rounding_boundary(isa, dtype):
+def test_codes_around_the_rounding_boundary_are_exact(isa, dtype):
     """|w| a few representable steps below, at and above scale / 2."""
     scales = torch.logspace(-5, 2, 400, dtype=torch.float32).clamp_min(1e-5)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
@@ -93,7 +93,7 @@ def large_case(dtype: torch.dtype) -> dict:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_matrices_on_several_threads(isa, dtype, threads):
+def test_large_matrices_on_several_threads_equal_the_reference(isa, dtype, threads):
     expected = large_case(dtype)
     weight, scale = expected["weight"], expected["scale"]
     kernels = cpu.Kernels(isa, threads)

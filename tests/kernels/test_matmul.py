@@ -373,7 +373,7 @@ def test_largest_sums_do_not_overflow(kernels):
 
 
 @pytest.mark.parametrize("format", ["i2", "b3"])
-def test_rows_longer_than_any_partial_sum(kernels, format):
+def test_rows_longer_than_any_partial_sum_are_exact(kernels, format):
     generator = np.random.default_rng(5)
     columns = 330_000
     codes = np.ones((5, columns), np.int8)
@@ -404,7 +404,7 @@ def test_instruction_sets_are_chosen_by_name_and_by_variable(monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 @pytest.mark.parametrize("fine", [False, True])
-def test_the_largest_sums_of_int8(kernels, fine, tokens):
+def test_largest_sums_of_int8_are_exact(kernels, fine, tokens):
     """The most columns allowed, with weights of one sign: the sums just fit 32 bits."""
     columns, pool = 1 << 17, _cpu.ThreadPool(2)
     codes = np.repeat(np.array([-128, 127, 1], np.int8)[:, None], columns, 1)

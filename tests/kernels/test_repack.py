@@ -87,7 +87,7 @@ def repack(
 
 
 @pytest.mark.parametrize("text", PATTERNS)
-def test_every_format_to_every_format(pool, text: str) -> None:
+def test_every_format_repacks_to_every_format(pool, text: str) -> None:
     pattern = NMPattern.parse(text)
     for rows, wanted in SHAPES:
         columns = columns_near(pattern, wanted)
@@ -239,7 +239,7 @@ def test_sizes_are_checked() -> None:
             enum(7)
 
 
-def test_checksum() -> None:
+def test_checksum_is_zlibs_crc32() -> None:
     data = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
     for size in (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1000, 9990):
         for first in (0, 1, 7):
@@ -251,7 +251,7 @@ def test_checksum() -> None:
 @pytest.mark.parametrize(
     "size", [-1, -(2**63), 1 << 62, *(2**63 - (1 << bits) for bits in (0, 21, 22))]
 )
-def test_huge_buffer_of_an_impossible_size(size: int) -> None:
+def test_a_huge_buffer_of_an_impossible_size_is_refused(size: int) -> None:
     with pytest.raises(MemoryError):
         _cpu.HugeBuffer(size)
 

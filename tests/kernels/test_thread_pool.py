@@ -35,7 +35,7 @@ def test_every_item_is_visited_once(threads, in_ranges):
 
 
 @pytest.mark.parametrize("threads", [2, 4])
-def test_threads_that_sleep_are_woken(threads):
+def test_sleeping_threads_are_woken(threads):
     pool = _cpu.ThreadPool(threads)
     for _ in range(30):
         visit(pool, 3, 50, 1)
@@ -51,7 +51,7 @@ def test_other_threads_take_part():
     assert seen == {0, 1}
 
 
-def test_a_thread_has_a_stretch_of_its_own():
+def test_a_thread_computes_a_contiguous_stretch():
     """A thread computes everything between its first and its last piece, except pieces that others took
     over."""
     pool = _cpu.ThreadPool(2)
@@ -107,7 +107,7 @@ def test_the_child_of_a_fork_works_alone():
 
 @pytest.mark.parametrize("in_ranges", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_what_a_piece_throws_reaches_the_caller(threads, in_ranges):
+def test_exceptions_of_a_piece_reach_the_caller(threads, in_ranges):
     pool = _cpu.ThreadPool(threads)
     visits = np.zeros(500, np.int32)
     for failing in range(0, 500, 7):
@@ -125,7 +125,7 @@ def test_what_a_piece_throws_reaches_the_caller(threads, in_ranges):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
-def test_threads_that_cannot_start_are_done_without():
+def test_the_pool_works_without_threads_that_cannot_start():
     script = """
 import ctypes, resource
 from sparse_bitnet import _cpu

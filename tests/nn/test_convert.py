@@ -36,7 +36,7 @@ def batch() -> Tensor:
     return torch.randint(0, 96, (2, 16))
 
 
-def test_the_format_can_be_its_text() -> None:
+def test_format_can_be_given_as_text() -> None:
     formats = {
         str(layer.config) for layer in sparse_layers(convert_(tiny_model(), "full-2:4")).values()
     }
@@ -48,7 +48,7 @@ def test_the_format_can_be_its_text() -> None:
 class TestFamilies:
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     @pytest.mark.parametrize("family", MODEL_FAMILIES)
-    def test_exactly_the_linears_of_the_blocks(self, family: str, tied: bool) -> None:
+    def test_exactly_the_linears_of_the_blocks_are_converted(self, family: str, tied: bool) -> None:
         model = tiny_model(family, tie_word_embeddings=tied)
         before = dict(model.named_parameters())
         assert convert_(model, TERNARY) is model
@@ -64,7 +64,7 @@ class TestFamilies:
         assert (head.weight is embedding.weight) == tied
 
     @pytest.mark.parametrize("family", MODEL_FAMILIES)
-    def test_learns_one_batch(self, family: str) -> None:
+    def test_converted_model_learns_one_batch(self, family: str) -> None:
         model, ids = convert_(tiny_model(family), TERNARY), batch()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
@@ -78,7 +78,7 @@ class TestFamilies:
         assert losses[-1] < 0.6 * losses[0]
 
     @pytest.mark.parametrize("family", MODEL_FAMILIES)
-    def test_generates(self, family: str) -> None:
+    def test_converted_model_generates(self, family: str) -> None:
         model, ids = convert_(tiny_model(family), TERNARY).eval(), batch()
         expected = model.generate(ids, max_new_tokens=4, do_sample=False)
         with selected(model):
@@ -101,7 +101,7 @@ class TestConvert:
 
         assert list(sparse_layers(convert_(Model(), TERNARY))) == ["body"]
 
-    def test_filter_chooses(self) -> None:
+    def test_filter_chooses_the_layers(self) -> None:
         model = tiny_model()
         convert_(model, TERNARY, lambda module, name: name.endswith("up_proj"))
         assert set(sparse_layers(model)) == {f"model.layers.{i}.mlp.up_proj" for i in range(2)}
@@ -127,7 +127,7 @@ class TestConvert:
         convert_(model, SparseBitConfig(dense_layers=("down_proj",)))
         assert len(sparse_layers(model)) == 12
 
-    def test_a_dense_layer_that_is_not_there(self) -> None:
+    def test_an_unknown_dense_layer_is_refused(self) -> None:
         with pytest.raises(UserError, match="dense_layers donw_proj: no linear layer of Qwen2"):
             convert_(tiny_model(), SparseBitConfig(dense_layers=("donw_proj",)))
 
@@ -157,7 +157,7 @@ class TestConvert:
         assert "bias" in model[0]._parameters
         assert (model[0].weight.dtype, model[0].weight.device.type) == (torch.bfloat16, "meta")
 
-    def test_other_subclasses_of_linear_are_left_alone(self) -> None:
+    def test_other_subclasses_of_linear_are_not_converted(self) -> None:
         attention = nn.MultiheadAttention(16, 2)
         before = type(attention.out_proj)
         model = nn.Sequential(attention, nn.Linear(16, 16))
@@ -168,7 +168,7 @@ class TestConvert:
         convert_(model, TERNARY, lambda module, name: True)
         assert type(attention.out_proj) is before
 
-    def test_a_weight_that_is_computed_is_left_alone(self) -> None:
+    def test_a_layer_with_a_computed_weight_is_not_converted(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8))
         prune.l1_unstructured(model[0], "weight", 0.5)
         with pytest.raises(UserError, match="no linear layer to convert"):
@@ -189,7 +189,7 @@ class TestConvert:
 
 
 class TestSelected:
-    def test_the_outermost_releases_also_after_an_error(self) -> None:
+    def test_outermost_selected_releases_even_after_an_error(self) -> None:
         layers = list(sparse_layers(model := convert_(tiny_model(), TERNARY)).values())
         with selected(model):
             with selected(model):
@@ -219,7 +219,7 @@ class TestSelected:
             inside = model(ids).logits
         assert torch.equal(inside, model(ids).logits)
 
-    def test_evaluation_leaves_flip_counts_alone(self) -> None:
+    def test_evaluation_does_not_change_flip_counts(self) -> None:
         ids = batch()
 
         def flips(evaluate: bool) -> list[list[Tensor | None]]:
@@ -242,7 +242,7 @@ class TestSelected:
         assert all(count is None for count in plain[0])
         assert all(sum(counts) > 0 for counts in plain[1:])
 
-    def test_autocast_model(self) -> None:
+    def test_autocast_gives_float32_gradients(self) -> None:
         model, ids = convert_(tiny_model(), TERNARY), batch()
         with selected(model), torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss

@@ -86,7 +86,7 @@ FAMILIES = {f.__name__: f for f in (moe, gpt2, falcon, vit, dinov2, gemma3, qwen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_saved_loads_again_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_saved_models_load_bit_for_bit(family: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="convert_: [0-9]+ matrices")
         model = convert_(FAMILIES[family](), SparseBitConfig())
@@ -140,11 +140,11 @@ class TestExperts:
             from_pretrained(tmp_path / "out").eval()(IDS).logits, model.eval()(IDS).logits
         )
 
-    def test_the_router_that_stays_is_told(self) -> None:
+    def test_a_dense_router_is_named_in_a_warning(self) -> None:
         with pytest.warns(UserWarning, match=r"2 matrices of Qwen2Moe\w+ stay .*mlp\.gate\."):
             convert_(moe(), SparseBitConfig())
 
-    def test_most_of_a_model_is_not_left_alone_unasked(self) -> None:
+    def test_leaving_most_of_a_model_dense_is_refused(self) -> None:
         model = moe()
         for layer in model.model.layers:
             layer.mlp.experts.has_bias = True
@@ -165,7 +165,7 @@ class TestExperts:
         layers = sparse_layers(convert_(model, config, calibration=[IDS]))
         assert any(layer.input_norm.any() for name, layer in layers.items() if "experts.1" in name)
 
-    def test_what_is_asked_for_is_not_told(self) -> None:
+    def test_a_filters_dense_layers_cause_no_warning(self) -> None:
         attention = SparseBitConfig(dense_layers=("experts", "shared_*"))
         with pytest.warns(UserWarning, match=r"convert_: 2 matrices .* 2% .*\.gate\.weight"):
             model = convert_(moe(), attention)

@@ -85,7 +85,7 @@ def test_sums_are_exact_at_the_end_of_float32() -> None:
         assert integer_product(x_codes, codes).item() == expected
 
 
-def test_opcheck() -> None:
+def test_int8_linear_passes_opcheck() -> None:
     arguments = (
         torch.randint(-128, 128, (3, 2, 16), dtype=torch.int8),
         torch.rand(3, 2, 1),

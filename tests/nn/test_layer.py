@@ -110,7 +110,7 @@ class TestForward:
         assert torch.equal(layer(x), F.linear(x, chosen.codes * chosen.weight_scale, layer.bias))
 
     @pytest.mark.parametrize("text", VARIANTS.values())
-    def test_empty_batches(self, text: str) -> None:
+    def test_empty_batches_give_empty_outputs(self, text: str) -> None:
         layer = make_layer(text)
         for shape in ((0, 48), (2, 0, 48)):
             x = torch.randn(shape, requires_grad=True)
@@ -177,7 +177,7 @@ class TestBackward:
         assert 0.3 < inside.double().mean() < 0.9
         assert torch.equal(clipped.weight.grad, layer.weight.grad * inside)
 
-    def test_both_gates_together(self) -> None:
+    def test_both_gradient_masks_combine(self) -> None:
         x, grad_y = torch.randn(16, 48), torch.randn(16, 20)
         layer = make_layer("ternary-6:8,mask_gradient=masked,ste=clipped")
         plain = make_layer("ternary-6:8")
@@ -229,7 +229,7 @@ class TestAutocast:
 class TestMergedAdapter:
     """Merging writes to the frozen weight through `.data`, which leaves no trace but its values."""
 
-    def test_merging_into_a_frozen_ternary_weight_is_told_once(self) -> None:
+    def test_merging_into_a_frozen_ternary_weight_warns_once(self) -> None:
         layer, x = make_layer("ternary-6:8").requires_grad_(False), torch.randn(4, 48)
         adapter = 0.3 * torch.randn(20, 48)
         layer(x)
@@ -245,7 +245,7 @@ class TestMergedAdapter:
             layer(x)
 
     @pytest.mark.parametrize("text", ["ternary-6:8", "ternary-6:8,quantizer=per-channel"])
-    def test_a_weight_of_another_type_is_not_told(self, text: str) -> None:
+    def test_changing_the_type_of_a_weight_does_not_warn(self, text: str) -> None:
         layer, x = make_layer(text).requires_grad_(False).eval(), torch.randn(4, 48)
         with warnings.catch_warnings(action="error"):
             for _ in range(2):

@@ -61,7 +61,7 @@ class TestSelection:
         optimizer.step()
         assert not layer.is_selected
 
-    def test_flips_between_consecutive_training_selections(self) -> None:
+    def test_flips_count_changes_between_training_selections(self) -> None:
         layer = make_layer("ternary-6:8")
         layer.select_()
         assert layer.mask_flips is None
@@ -98,7 +98,7 @@ class TestSelection:
         assert not layer.is_selected
         assert layer.mask is None
 
-    def test_inference_mode(self) -> None:
+    def test_selection_works_in_inference_mode(self) -> None:
         with torch.inference_mode():
             layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
             expected = layer(x)
@@ -106,7 +106,7 @@ class TestSelection:
             assert layer.is_selected
             assert torch.equal(layer(x), expected)
 
-    def test_deepcopy_of_a_selected_layer(self) -> None:
+    def test_a_copy_of_a_selected_layer_selects_for_itself(self) -> None:
         layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
         layer.select_()
         assert torch.equal(copy.deepcopy(layer)(x), layer(x))

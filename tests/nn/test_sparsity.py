@@ -89,7 +89,9 @@ class TestMask:
         ]
 
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-    def test_bfloat16_masters_with_many_ties(self, pattern: NMPattern) -> None:
+    def test_bfloat16_masters_with_many_ties_give_the_float32_mask(
+        self, pattern: NMPattern
+    ) -> None:
         weight = (torch.randn(64, 28 * pattern.m) * 0.02).bfloat16()
         groups = weight.abs().unflatten(-1, (-1, pattern.m)).sort(descending=True).values
         tied = groups[..., pattern.n - 1] == groups[..., pattern.n]
@@ -99,7 +101,7 @@ class TestMask:
         assert torch.equal(nm_mask(weight, pattern), nm_mask(weight.float(), pattern))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    def test_every_float_type(self, dtype: torch.dtype) -> None:
+    def test_every_float_type_gives_the_reference(self, dtype: torch.dtype) -> None:
         weight = torch.randn(5, 24).to(dtype)
         expected = reference.top_n(np.abs(weight.double().numpy()), 6, 8)
         assert np.array_equal(nm_mask(weight, NMPattern(6, 8)).numpy(), expected)
@@ -118,7 +120,7 @@ class TestMask:
         assert nm_mask(torch.full((1, 8), float("nan")), NMPattern(6, 8)).sum() == 6
 
     @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (0, 16), (3, 0), (2, 0, 16)])
-    def test_any_number_of_leading_dimensions(self, shape: tuple[int, ...]) -> None:
+    def test_leading_dimensions_are_kept(self, shape: tuple[int, ...]) -> None:
         weight = torch.randn(shape)
         mask = nm_mask(weight, NMPattern(6, 8))
         assert mask.shape == weight.shape
@@ -126,7 +128,7 @@ class TestMask:
         rows = weight.reshape(-1, 8) if weight.numel() else torch.empty(0, 8)
         assert torch.equal(mask.reshape(-1, 8), nm_mask(rows, NMPattern(6, 8)))
 
-    def test_strided_weights(self) -> None:
+    def test_strided_weights_give_the_same_mask(self) -> None:
         weight = torch.randn(32, 6).t()
         assert torch.equal(
             nm_mask(weight, NMPattern(6, 8)), nm_mask(weight.contiguous(), NMPattern(6, 8))
@@ -163,14 +165,14 @@ class TestFlipRate:
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(6, 8), (8, 8), (1, 1), (3, 7)])
-def test_operator_contract(n: int, m: int, strided: bool) -> None:
+def test_nm_mask_passes_opcheck(n: int, m: int, strided: bool) -> None:
     weight = torch.randn(m * 2, 6).t() if strided else torch.randn(6, m * 2)
     torch.library.opcheck(torch.ops.sparse_bitnet.nm_mask.default, (weight, n, m))
 
 
 class TestMaskWords:
     @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 31, 32])
-    def test_round_trip_and_flips(self, m: int) -> None:
+    def test_packed_masks_round_trip_and_count_flips(self, m: int) -> None:
         masks = torch.rand(2, 5, 3 * m) < torch.tensor([0.5, 0.8]).view(2, 1, 1)
         words = pack_mask(masks, m)
         assert words.dtype == word_dtype(m)

@@ -52,7 +52,7 @@ def problem(text: str, out_features: int, groups: int, tokens: int):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", PATTERNS)
-def test_selection(text: str, dtype: torch.dtype) -> None:
+def test_selection_equals_the_reference(text: str, dtype: torch.dtype) -> None:
     pattern, scale = NMPattern.parse(text), torch.tensor(0.9)
     n, m = pattern.n, pattern.m
     for rows, groups in ((1, 1), (7, 123), (300, 71)):
@@ -72,7 +72,7 @@ def test_selection(text: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [1, 7, 64, 1000, 11008])
-def test_quantisation(features: int, dtype: torch.dtype) -> None:
+def test_quantisation_equals_the_reference(features: int, dtype: torch.dtype) -> None:
     x = torch.randn(5, features)
     x[1, 0], x[2] = float("nan"), 0
     x[3] = torch.arange(features) % 255 - 127 + 0.5
@@ -84,7 +84,9 @@ def test_quantisation(features: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("text", PATTERNS)
-def test_products(text: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_products_equal_the_reference(
+    text: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     _, codes, x, scale, bias = problem(text, *shape)
     x_codes, activation_scale = quantize_int8_reference(x)
     expected = int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)
@@ -95,7 +97,7 @@ def test_products(text: str, shape: tuple[int, int, int], dtype: torch.dtype) ->
 @needs_sparse
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("text", ["6:8", "2:4", "2:8", "9:16"])
-def test_sparse_products(text: str, shape: tuple[int, int, int]) -> None:
+def test_sparse_products_equal_the_reference(text: str, shape: tuple[int, int, int]) -> None:
     pattern, codes, x, scale, bias = problem(text, *shape)
     windows = quantize_windows(x.cuda(), pattern)
     for ours, theirs in zip(
@@ -115,7 +117,7 @@ def test_sparse_products(text: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("integer", [False, True])
-def test_training_layer(integer: bool) -> None:
+def test_a_training_layer_equals_the_cpu(integer: bool) -> None:
     """Forward and gradients as on the CPU, under autocast too."""
     layer = make_layer("ternary-6:8", in_features=96, out_features=40)
     set_integer_forward_(layer, integer)

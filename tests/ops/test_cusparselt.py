@@ -25,7 +25,7 @@ def layer(text: str, out_features: int = 20, groups: int = 13):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("text", PATTERNS)
-def test_every_form_of_the_weight_gives_the_same_bits(text, dtype):
+def test_every_layout_of_the_weight_gives_the_same_bits(text, dtype):
     pattern, codes, weight_scale, bias = layer(text)
     x = torch.randn(3, 5, codes.shape[1])
     dense = int8_linear(*quantize_int8(x), codes, weight_scale, bias, dtype)
@@ -36,7 +36,7 @@ def test_every_form_of_the_weight_gives_the_same_bits(text, dtype):
     assert torch.equal(sparse_int8_linear(*arguments), dense)
 
 
-def test_opcheck():
+def test_sparse_int8_linear_passes_opcheck():
     pattern, codes, weight_scale, bias = layer("6:8")
     x = torch.randn(4, codes.shape[1])
     windows = quantize_windows(x, pattern)

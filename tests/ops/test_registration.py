@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
         (ops.quantize_int8.default, (WEIGHT,)),
     ],
 )
-def test_opcheck(op, arguments):
+def test_ops_pass_opcheck(op, arguments):
     torch.library.opcheck(op, arguments)
 
 
@@ -75,7 +75,7 @@ def test_every_input_gives_what_the_reference_gives(weight):
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 3 * 2.0**-149, -0.7, 0.0, float("nan"), float("inf")])
-def test_unusual_scales(scale):
+def test_unusual_scales_go_to_the_reference(scale):
     weight = torch.tensor([[1e-38, 2.0**-127, 2.0**-149, -(2.0**-148), 0.0, 1.0, -0.4, 0.35]])
     for weight_scale in (torch.tensor(scale), torch.tensor(scale, dtype=torch.float64)):
         ours, _ = ops.select_ternary(weight, weight_scale, 1, 1)
@@ -83,7 +83,7 @@ def test_unusual_scales(scale):
         assert torch.equal(ours, theirs)
 
 
-def test_groups_beyond_the_kernels_and_groups_that_do_not_fit():
+def test_groups_beyond_the_kernels_go_to_the_reference():
     weight = torch.randn(2, 80)
     assert torch.equal(ops.nm_mask(weight, 9, 40), nm_mask_reference(weight, 9, 40))
     with pytest.raises(RuntimeError):

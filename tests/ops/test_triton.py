@@ -49,7 +49,7 @@ def weights(rows: int, columns: int, dtype: torch.dtype, special: float) -> Tens
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "m"), PATTERNS)
-def test_codes_and_mask_as_bools_and_bits(n: int, m: int, dtype: torch.dtype) -> None:
+def test_codes_and_masks_equal_the_reference(n: int, m: int, dtype: torch.dtype) -> None:
     scale = torch.tensor(0.9)
     # The tile is 1024 weights: one that is not full, and some whole ones.
     for rows, groups, special in ((3, 5, 0.0), (2, 1100 // m + 2, 0.3)):
@@ -78,7 +78,7 @@ def test_groups_of_nan_keep_exactly_n() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, 2.5e38])
-def test_unusual_scales(scale: float) -> None:
+def test_unusual_scales_equal_the_reference(scale: float) -> None:
     weight = torch.tensor([[1e-38, 2.0**-127, 2.0**-149, -(2.0**-148), 0.0, 1.0, -0.4, 0.35]])
     weight_scale = torch.tensor(scale)
     codes, _ = kernels.select_ternary(weight.to(DEVICE), weight_scale.to(DEVICE), 1, 1)
@@ -86,7 +86,7 @@ def test_unusual_scales(scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_around_the_rounding_boundary(dtype: torch.dtype) -> None:
+def test_codes_around_the_rounding_boundary_are_exact(dtype: torch.dtype) -> None:
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     for scale in torch.logspace(-4, 2, 12):
         near = (scale / 2).to(dtype).view(bits) + torch.arange(-4, 4, dtype=bits)
@@ -95,7 +95,7 @@ def test_codes_around_the_rounding_boundary(dtype: torch.dtype) -> None:
         assert torch.equal(codes.cpu(), select_ternary_reference(weight, scale, 1, 1)[0])
 
 
-def test_strided_weights() -> None:
+def test_strided_weights_equal_the_reference() -> None:
     weight, scale = torch.randn(48, 16).t(), torch.tensor(0.8)
     codes, mask = kernels.select_ternary(weight.to(DEVICE), scale.to(DEVICE), 6, 8)
     for ours, theirs in zip(
@@ -124,7 +124,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [1, 5, 64, 200, 4104])
-def test_codes_and_scales(features: int, dtype: torch.dtype) -> None:
+def test_int8_codes_and_scales_equal_the_reference(features: int, dtype: torch.dtype) -> None:
     x = rows(features, dtype)
     for ours, theirs in zip(
         kernels.quantize_int8(x.to(DEVICE)), quantize_int8_reference(x), strict=True
@@ -134,7 +134,7 @@ def test_codes_and_scales(features: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["6:8", "2:4", "4:6", "2:8", "8:10"])
 @pytest.mark.parametrize("groups", [1, 9, 300])
-def test_gathered_codes(text: str, groups: int) -> None:
+def test_codes_in_window_order_equal_the_reference(text: str, groups: int) -> None:
     pattern = NMPattern.parse(text)
     x = rows(groups * pattern.m, torch.bfloat16).reshape(7, 1, -1)
     ours = kernels.quantize_windows(x.to(DEVICE), pattern.n, pattern.m)
@@ -143,7 +143,7 @@ def test_gathered_codes(text: str, groups: int) -> None:
         assert_same(got, want)
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_give_empty_results() -> None:
     codes, scale = kernels.quantize_int8(torch.empty(0, 3, 16, device=DEVICE))
     assert (codes.shape, scale.shape) == ((0, 3, 16), (0, 3, 1))
 
@@ -171,7 +171,7 @@ def on_device(*given):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products(case) -> None:
+def test_products_equal_the_reference(case) -> None:
     codes, x_codes = problem(*case)
     tokens, rows = len(x_codes), len(codes)
     activation_scale, row_scale, bias = torch.rand(tokens, 1), torch.rand(rows), torch.randn(rows)
@@ -186,7 +186,7 @@ def test_products(case) -> None:
         torch.testing.assert_close(y.cpu(), expected, rtol=ulp, atol=0)
 
 
-def test_products_of_no_tokens_and_any_int8_codes() -> None:
+def test_products_allow_no_tokens_and_any_int8_codes() -> None:
     codes, x = torch.randint(-128, 128, (2, 9, 300), dtype=torch.int8)
     arguments = (torch.rand(9, 1), codes, torch.rand(9), None, torch.float32)
     empty = kernels.int8_linear(*on_device(x[:0], arguments[0][:0], *arguments[1:]))

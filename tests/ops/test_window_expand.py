@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 2:4 form of N:M codes: complete over all patterns of a group, exact, refused where impossible."""
+"""The 2:4 layout of N:M codes: complete over all patterns of a group, exact, refused where impossible."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def test_every_placement_of_a_group_fits_and_keeps_its_product(text):
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_every_ternary_group_of_eight(n):
+def test_every_ternary_group_of_eight_is_expanded_exactly(n):
     """All 3**8 groups of codes with at most n non-zeros, for every n:8: exact, or refused."""
     pattern = NMPattern(n, 8)
     codes = torch.tensor(list(itertools.product((-1, 0, 1), repeat=8)), dtype=torch.int8)
@@ -65,20 +65,20 @@ def test_every_ternary_group_of_eight(n):
 
 
 @pytest.mark.parametrize("text", ["7:8", "8:8", "1:1", "3:4", "5:6", "4:7", "2:5", "31:32"])
-def test_patterns_without_a_form_are_refused(text):
+def test_patterns_without_2_4_layout_are_refused(text):
     pattern = NMPattern.parse(text)
     with pytest.raises(UserError, match=f"pattern {text} has no 2:4 form"):
         window_expand(torch.zeros(2, 32 * pattern.m, dtype=torch.int8), pattern)
 
 
-def test_the_hardware_index_of_6_8():
+def test_hardware_index_of_6_8_is_as_documented():
     index = gather_index(NMPattern(6, 8), 16)[:24]
     expected = [8 * g + 2 * w + lane for g in range(2) for w in range(3) for lane in range(4)]
     assert index.tolist() == expected
     assert gather_index(NMPattern(2, 4), 8).tolist() == [*range(8), *[-1] * 24]
 
 
-def test_rows_fill_up_to_what_the_library_takes():
+def test_rows_are_padded_for_the_library():
     codes = torch.ones(3, 8, dtype=torch.int8)
     codes[:, 1:3] = 0
     expanded, index = expanded_with_index(codes, NMPattern(6, 8))

@@ -72,7 +72,7 @@ def test_packing_is_exact(format: str, matrix: tuple[Tensor, NMPattern]) -> None
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_large_and_strided_matrices(format: str) -> None:
+def test_large_and_strided_matrices_round_trip(format: str) -> None:
     """More weights than are coded at a time, on several threads."""
     pattern = NMPattern(2, 4)
     weight = torch.randn(1100, 1096)
@@ -170,7 +170,9 @@ def test_a_group_with_more_non_zeros_than_its_pattern_is_refused(m: int) -> None
         (torch.zeros(2, 12, dtype=torch.int8), "q4", "2:4", "'q4' is unknown"),
     ],
 )
-def test_what_cannot_be_packed(codes: Tensor, format: str, pattern: str, message: str) -> None:
+def test_codes_that_do_not_fit_are_refused(
+    codes: Tensor, format: str, pattern: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         pack(codes, format, NMPattern.parse(pattern), name="layer")
 

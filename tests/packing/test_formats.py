@@ -102,7 +102,9 @@ def test_header_reads_what_python_packs(
         ("nm-enum", "8:8", 11008, 1.594),
     ],
 )
-def test_bits_of_a_weight(format: str, pattern: str, in_features: int, bits: float) -> None:
+def test_bits_per_weight_are_as_documented(
+    format: str, pattern: str, in_features: int, bits: float
+) -> None:
     stored_bits = 8 * row_bytes(format, NMPattern.parse(pattern), in_features) / in_features
     assert stored_bits == pytest.approx(bits, abs=0.01)
 

@@ -39,7 +39,9 @@ def unpack_q2_0(packed: np.ndarray) -> np.ndarray:
 @given(
     rows=st.integers(1, 4), blocks=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), scale=scales
 )
-def test_q2_0(random_codes, rows: int, blocks: int, seed: int, scale: float) -> None:
+def test_q2_0_keeps_codes_and_the_float16_scale(
+    random_codes, rows: int, blocks: int, seed: int, scale: float
+) -> None:
     codes = random_codes(rows, 64 * blocks, seed).numpy()
     packed = Q2_0.pack(codes, scale)
     assert packed.shape == (rows, 18 * blocks)
@@ -52,7 +54,9 @@ def test_q2_0(random_codes, rows: int, blocks: int, seed: int, scale: float) -> 
 @given(
     rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), scale=scales
 )
-def test_unpacking(random_codes, block: BlockType, rows, blocks, seed, scale) -> None:
+def test_unpacking_inverts_packing(
+    random_codes, block: BlockType, rows, blocks, seed, scale
+) -> None:
     codes = random_codes(rows, block.codes * blocks, seed).numpy()
     packed = block.pack(codes, scale)
     assert packed.size == block.tensor_bytes(*codes.shape)
@@ -66,7 +70,7 @@ def named(name: str) -> BlockType:
     return next(block for block in READ_TYPES if block.name == name)
 
 
-def test_i2_s(random_codes) -> None:
+def test_i2_s_keeps_codes_and_scale(random_codes) -> None:
     """128 codes to 32 bytes, the first in the highest bits, rows without a gap; one scale behind all."""
     t = random_codes(3, 256, 1).numpy().view(np.uint8) + np.uint8(1)
     quarters = t.reshape(-1, 4, 32)
@@ -80,7 +84,7 @@ def test_i2_s(random_codes) -> None:
     assert scale.tolist() == [[0.75]]
 
 
-def test_iq2_bn_and_iq1_bn(random_codes) -> None:
+def test_iq2_bn_and_iq1_bn_are_read(random_codes) -> None:
     """Byte by byte, as their dequantisers do: a row's scale, then blocks of 64."""
     t = random_codes(2, 128, 2).numpy() + 1
     rows2, rows1 = [], []
@@ -106,7 +110,7 @@ def test_iq2_bn_and_iq1_bn(random_codes) -> None:
         assert scale.tolist() == [[0.5], [3.0]]
 
 
-def test_stq1_0_of_another_writer() -> None:
+def test_stq1_0_of_another_writer_is_read() -> None:
     """Whole blocks as its quantiser lays them out (ggml-org/llama.cpp pull request 22836)."""
     random = np.random.default_rng(0)
     weight = random.choice(np.array([-1, 1], np.int8), (2, 512))

@@ -52,21 +52,23 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
         "ternary-8:8",
     ],
 )
-def test_logits_are_equal(trained: Trained, tmp_path: Path, format: str, text: str) -> None:
+def test_packed_and_trained_logits_are_equal(
+    trained: Trained, tmp_path: Path, format: str, text: str
+) -> None:
     source = trained(format=f"{text},quantizer=binary" if needs_exact(format) else text)
     pack_checkpoint(source, tmp_path / "out", format=format, embeddings="float32")
     assert torch.equal(logits(tmp_path / "out"), logits(source))
 
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
-def test_every_family_and_embedding(trained: Trained, tmp_path: Path, family: str) -> None:
+def test_every_family_and_embedding_loads(trained: Trained, tmp_path: Path, family: str) -> None:
     source = trained(family, tie_word_embeddings=family != "gpt_neox")
     for embeddings in ("bf16", "int8"):
         pack_checkpoint(source, tmp_path / embeddings, embeddings=embeddings)
         assert 0 < check_packed(source, tmp_path / embeddings) < 0.1
 
 
-def test_the_model_holds_packed_layers(packed: Path) -> None:
+def test_loaded_model_holds_packed_layers(packed: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(packed)
     layers = packed_layers(model)
     assert len(layers) == 14
@@ -118,7 +120,7 @@ def test_metadata_is_not_trusted(key: str, value: Any) -> None:
 
 
 def rewrite(folder: Path, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
-    """Write the packed file anew, valid checksums included; a tensor None is left out."""
+    """Rewrite the packed file with valid checksums; a tensor of None is left out."""
     path = folder / "model.safetensors"
     file = TensorFile(path)
     values = {name: file.tensor(name).clone() for name in file.entries} | tensors
@@ -198,7 +200,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_is_refused(packed: Path, tmp_path: Path, refusal: str) -> None:
+def test_damaged_folders_are_refused(packed: Path, tmp_path: Path, refusal: str) -> None:
     change, message = REFUSALS[refusal]
     change(packed)
     with pytest.raises(UserError, match=message):

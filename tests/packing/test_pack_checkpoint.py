@@ -34,7 +34,7 @@ Trained = Callable[..., Path]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format: str) -> None:
+def test_packed_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format: str) -> None:
     config = SparseBitConfig(quantizer="binary") if needs_exact(format) else SparseBitConfig()
     source = trained(format=str(config))
     masters = load_file(source / "model.safetensors")
@@ -68,7 +68,7 @@ def test_the_folder_holds_every_tensor(trained: Trained, tmp_path: Path, format:
         ),
     ],
 )
-def test_tensors_that_are_no_weights_are_named(
+def test_tensors_without_weights_are_named(
     trained: Trained, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
     source = Path(shutil.copytree(trained(), tmp_path / "source"))
@@ -110,7 +110,7 @@ def test_values_beyond_float16_are_not_exported_in_it(
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_the_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
+def test_packed_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     shutil.copytree(trained(), source, dirs_exist_ok=True)
     (source / "train_config.json").write_text('{"sequence_length": 96}')
@@ -156,7 +156,7 @@ def test_the_tokenizer_is_the_same_in_the_order_that_is_read_fastest(
 
 @pytest.mark.parametrize("embeddings", ["bf16", "int8"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings(
+def test_embeddings_are_stored_in_every_precision(
     trained: Trained, tmp_path: Path, embeddings: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_module, "_PIECE_VALUES", 1000)
@@ -179,7 +179,7 @@ def test_embeddings(
     assert result.embedding_bytes == size
 
 
-def test_a_run_folder_and_split_files(trained: Trained, tmp_path: Path) -> None:
+def test_run_folders_and_split_files_are_packed(trained: Trained, tmp_path: Path) -> None:
     run = tmp_path / "run"
     model = from_pretrained(trained())
     model.save_pretrained(run / "final", max_shard_size="100KB")
@@ -213,7 +213,7 @@ def test_other_tensors_than_those_of_the_model_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
+def test_invalid_sources_and_options_are_refused(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="full-precision weights"):
         pack_checkpoint(trained(format="full-6:8"), tmp_path / "out")
     with pytest.raises(UserError, match="no such checkpoint"):
@@ -234,7 +234,7 @@ def test_what_cannot_be_packed(trained: Trained, tmp_path: Path) -> None:
     ("error", "raised"),
     [(OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
-def test_nothing_is_left_of_an_attempt(
+def test_a_failed_attempt_leaves_no_files(
     trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

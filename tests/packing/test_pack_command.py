@@ -38,7 +38,7 @@ def test_packs_and_compares(
     assert from_pretrained(out)(ids).logits.shape == (1, 10, 96)
 
 
-def test_without_the_comparison(
+def test_no_check_skips_the_comparison(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.main([str(trained()), str(tmp_path / "out"), "--no-check"])

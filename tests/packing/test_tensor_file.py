@@ -28,7 +28,7 @@ TENSORS = {
 }
 METADATA = {"version": 1, "layers": {"a": [1, 7]}}
 
-# Function-scoped paths are written anew for every example.
+# Function-scoped paths are written again for every example.
 fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -60,7 +60,7 @@ def with_header(raw: bytes, header: Any, *, crc: bool = True) -> bytes:
     return len(text).to_bytes(8, "little") + text + raw[8 + int.from_bytes(raw[:8], "little") :]
 
 
-def test_other_readers_open_it(tmp_path: Path) -> None:
+def test_other_readers_open_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors")
     loaded = load_file(path)
     assert loaded.keys() == TENSORS.keys()
@@ -71,7 +71,7 @@ def test_other_readers_open_it(tmp_path: Path) -> None:
         assert file.metadata()["format"] == "pt"
 
 
-def test_our_reader(tmp_path: Path) -> None:
+def test_reader_returns_every_tensor(tmp_path: Path) -> None:
     file = TensorFile(write(tmp_path / "model.safetensors"))
     file.verify()
     assert {key: file.metadata[key] for key in METADATA} == METADATA

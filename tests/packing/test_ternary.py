@@ -25,7 +25,7 @@ def test_floats_come_back_exactly(random_codes: Any, dtype: torch.dtype, group: 
     assert ternary.weight_scale.dtype == (dtype if group else torch.float32)
 
 
-def test_all_zero_runs_rows_and_matrices(random_codes: Any) -> None:
+def test_all_zero_runs_rows_and_matrices_are_exact(random_codes: Any) -> None:
     codes = random_codes(4, 256, 0)
     codes[1], codes[2, :128] = 0, 0
     zero = torch.zeros(4, 2)
@@ -46,7 +46,7 @@ def test_negative_scales_turn_the_codes(random_codes: Any) -> None:
     assert torch.equal(ternary.codes, -codes)
 
 
-def test_floats_that_are_not_ternary() -> None:
+def test_floats_that_are_not_ternary_give_none() -> None:
     torch.manual_seed(0)
     assert ternary_of_floats(torch.randn(4, 64), "layer") is None
     four = torch.tensor([[0.0, 1.0, -1.0, 2.0] * 16])
@@ -68,7 +68,7 @@ def test_floats_that_are_not_ternary() -> None:
         (lambda codes, scales: (codes, torch.rand(4, 16) + 1), "a scale for every 16 weights"),
     ],
 )
-def test_what_is_refused(random_codes: Any, change: Any, message: str) -> None:
+def test_invalid_codes_and_scales_are_refused(random_codes: Any, change: Any, message: str) -> None:
     codes, scales = change(random_codes(4, 256, 0), torch.ones(4, 1))
     with pytest.raises(UserError, match=message):
         with_fewest_scales(codes, scales, "one")

@@ -139,7 +139,7 @@ def test_a_claim_may_have_to_exceed_another_number_than_zero():
     assert judged([claim_of((-0.2, -0.3, -0.1), null=-1.0)])[0].verdict == HOLDS
 
 
-def test_the_more_claims_the_stricter():
+def test_more_claims_make_verdicts_stricter():
     claim = claim_of((1.0, 1.1, 0.7))
     assert claim.estimate.p_value(0.0) == pytest.approx(0.0162, abs=1e-3)
     assert judged([claim])[0].verdict == HOLDS
@@ -172,7 +172,7 @@ def test_the_residual_is_that_of_a_two_way_layout():
 
 
 @pytest.mark.parametrize("deviation", [0.3, 1.0, 7.0])
-def test_the_seeds_that_are_asked_for_see_the_effect_four_times_in_five(deviation):
+def test_seeds_needed_have_power_0_8(deviation):
     from scipy.stats import nct, t
 
     seeds, level = Estimate((-deviation, 0.0, deviation)).seeds_needed(1.0, 0.01), 0.01

@@ -88,12 +88,12 @@ def test_finished_quickstart_is_not_run_again(finished, monkeypatch):
     assert rows_of(config) == before
 
 
-def test_a_quickstart_is_no_set_to_report(finished):
+def test_a_quickstart_folder_is_refused_by_report(finished):
     with pytest.raises(UserError, match=r"whose page is its report\.html"):
         markdown_report([Results(Path(finished[0].out))])
 
 
-def test_seeds_and_workers(finished, text, tmp_path):
+def test_several_seeds_and_workers_train_the_same_models(finished, text, tmp_path):
     """Two seeds, two at a time: the first seed is what one worker trains, the second is another."""
     config = small(text, tmp_path / "q", seeds=2, workers=2)
     page = quickstart(config).report.read_text("utf-8")
@@ -117,7 +117,7 @@ def test_a_failing_run_ends_the_quickstart(text, tmp_path):
         quickstart(small(text, tmp_path / "q", learning_rate=1e30, steps=20))
 
 
-def test_command_says_how_to_go_on(text, tmp_path, monkeypatch, capsys):
+def test_command_says_how_to_continue(text, tmp_path, monkeypatch, capsys):
     def stopped(*arguments, **options):
         raise Interrupted("stopped after step 1 of 3")
 

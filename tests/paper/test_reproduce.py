@@ -106,7 +106,7 @@ def test_a_folder_of_another_setting_is_refused(smoke, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path):
+def test_a_folder_of_other_files_is_refused_and_unchanged(tmp_path):
     (tmp_path / ".gitignore").write_text("*.pyc\n")
     with pytest.raises(UserError, match="neither empty nor a set of results"):
         train_all(find_scale("smoke"), ["table2"], tmp_path, console=QUIET)
@@ -115,7 +115,7 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path):
     ]
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, options):
+def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path, monkeypatch, options):
     train = record.train
 
     def failing(config, **options):
@@ -180,9 +180,7 @@ def interrupt_at_a_checkpoint(out, wanted):
 
 
 @pytest.mark.parametrize(("count", "steps"), [(1, 12), (2, 120)])
-def test_an_interrupted_set_goes_on_where_it_was(
-    tmp_path, monkeypatch, capsys, options, count, steps
-):
+def test_an_interrupted_set_resumes(tmp_path, monkeypatch, capsys, options, count, steps):
     out, scale = tmp_path / "set", small_scale(steps, patterns=("8:8",))
     options |= {"workers": count, "console": Console()}
     if count == 1:
@@ -347,7 +345,7 @@ def test_damaged_files_of_a_set_are_named(smoke, tmp_path, name, content, words)
     assert not (tmp_path / "a.md").exists()
 
 
-def test_what_cannot_be_rendered_or_written_is_one_line(smoke, tmp_path):
+def test_errors_of_the_report_are_one_line(smoke, tmp_path):
     with pytest.raises(UserError, match=r"no setting.json"):
         write_report([tmp_path], tmp_path / "a.md")
     (tmp_path / "file").touch()

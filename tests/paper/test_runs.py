@@ -54,7 +54,7 @@ def test_models_of_one_seed_start_from_the_same_weights():
         assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
 
-def test_a_run_that_several_experiments_ask_for_is_one_run():
+def test_a_run_of_several_experiments_is_one_run():
     scale = find_scale("cpu")
     asked = [run for name in ALL for run in EXPERIMENTS[name](scale)]
     planned = {run.name: run.config for run in plan(scale, ALL)}

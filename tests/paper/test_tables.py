@@ -47,7 +47,7 @@ def printed(shown, width):
     return console.file.getvalue()
 
 
-def test_strings_of_the_table(models):
+def test_table_cells_have_their_strings(models):
     shown = comparison_table(models())
     heads = ["PPL", "Δ %", "zeros", "flips", "paper 0.5B: PPL", "paper 0.5B: Δ %"]
     assert list(shown.frame.columns) == heads

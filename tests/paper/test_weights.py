@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts against a plain numpy computation, from models and files, and what `analyze` makes of them."""
+"""Counts of weights against a plain numpy computation, from models and files, and the command
+`analyze`."""
 
 import json
 import re
@@ -110,7 +111,7 @@ def test_codes_before_the_mask_are_those_of_the_dense_format(sparse, dense):
     assert counted(weight, sparse).code_zeros == int((codes == 0).sum())
 
 
-def test_thresholds_of_another_pattern_on_a_dense_layer():
+def test_thresholds_of_another_pattern_are_counted_on_a_dense_layer():
     weight = torch.tensor([[8.0, 7, 6, 5, 4, 3, 2, 1]])
     assert counted(weight, "ternary-8:8").groups == 0
     counts = counted(weight, "ternary-8:8", pattern=PATTERN)
@@ -233,7 +234,9 @@ def test_the_command_shows_names_as_they_are(ours, tmp_path, monkeypatch, capsys
         (["run"], "5:9", "divide|multiple|9"),
     ],
 )
-def test_what_cannot_be_analysed_is_said(ours, checkpoints, pattern, message, monkeypatch):
+def test_checkpoints_that_cannot_be_analysed_are_refused(
+    ours, checkpoints, pattern, message, monkeypatch
+):
     monkeypatch.chdir(ours.parent)
     with pytest.raises(UserError, match=message):
         analyze([*checkpoints, "--pattern", pattern, "--out", str(ours.parent / "out")])

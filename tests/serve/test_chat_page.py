@@ -63,7 +63,7 @@ def opened(browser):
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_conversation(opened, width):
+def test_a_conversation_is_shown_and_sent(opened, width):
     # Slow enough for the page's clock to see time go by.
     with server(engine(ANSWER, delay=0.005), template=TEMPLATE) as running:
         page = opened(running.url, width)
@@ -124,7 +124,7 @@ def test_stop_ends_the_generation_and_copy_copies(opened):
         assert copied.strip() == page.locator("article.assistant .text").inner_text().strip()
 
 
-def test_keys_are_asked_for_and_refusals_shown(browser):
+def test_api_keys_are_requested_and_errors_shown(browser):
     with server(engine("x"), template=TEMPLATE, api_key="secret") as running:
         context = browser.new_context()
         page, keys = context.new_page(), []
@@ -149,7 +149,7 @@ def test_keys_are_asked_for_and_refusals_shown(browser):
         context.close()
 
 
-def test_the_page_reaches_nobody_else():
+def test_chat_page_contacts_no_other_server():
     with server(engine("x")) as running, running.http() as http:
         answer = http.get("/")
         assert answer.status_code == 200

@@ -83,7 +83,7 @@ def client(served):
         yield opened
 
 
-def test_more_texts_than_run_at_once_beside_a_chat(client):
+def test_many_texts_leave_room_for_a_chat(client):
     messages = [{"role": "user", "content": "go on"}]
     chat = {"model": "scripted", "messages": messages, "temperature": 0, "max_tokens": 40}
     texts = [f"text {number}" for number in range(50)]
@@ -116,7 +116,7 @@ def test_more_texts_than_run_at_once_beside_a_chat(client):
         ({"input": "a", "dimension": 4}, "did you mean dimensions?"),
     ],
 )
-def test_what_cannot_be_had_is_refused_in_one_line(served, body, says):
+def test_invalid_embedding_requests_are_one_line(served, body, says):
     with served.http() as http:
         answer = http.post("/v1/embeddings", json={"model": "scripted"} | body)
     message = answer.json()["error"]["message"]

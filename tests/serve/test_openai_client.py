@@ -56,7 +56,7 @@ def chat(client, text="hello", count=12, **more):
     return client.chat.completions.create(model="scripted", messages=messages, **more)
 
 
-def test_completion(client):
+def test_completion_has_text_and_usage(client):
     prompt = "Grüße, 世界"
     answer = complete(client, prompt, 20)
     tokens = TOKENIZER.encode(prompt)
@@ -70,7 +70,7 @@ def test_completion(client):
 
 
 @pytest.mark.parametrize("limits", [{"context_length": 15}, {"max_tokens": 5}])
-def test_the_default_is_as_much_as_there_is_room_for(client, limits):
+def test_max_tokens_defaults_to_the_room_in_the_context(client, limits):
     prompt = "0123456789"
     whole = client.completions.create(model="scripted", prompt=prompt, temperature=0)
     assert whole.choices[0].text == expected_text(TOKENIZER.encode(prompt), 16)
@@ -90,7 +90,7 @@ def test_empty_prompt_starts_after_the_end_of_another_text(client):
     assert complete(client, "", 5).choices[0].text == expected_text([END], 5)
 
 
-def test_prompts_of_every_form(client):
+def test_prompts_may_be_texts_or_tokens(client):
     tokens = TOKENIZER.encode("abc")
     for prompt, texts in [
         ("abc", ["abc"]),
@@ -108,7 +108,7 @@ def test_prompts_of_every_form(client):
         assert answer.usage.completion_tokens == 2 * sum(map(len, generated))
 
 
-def test_usage_tells_what_was_cached(client):
+def test_usage_reports_cached_tokens(client):
     prompt = "~ begins no prompt of another test " * 3
     counts = [complete(client, prompt).usage.prompt_tokens_details.cached_tokens for _ in "ab"]
     assert counts == [0, len(prompt) - 1]
@@ -136,7 +136,7 @@ def test_streamed_completion_is_the_whole_one(client):
     assert (text, chunks[-1].usage.completion_tokens) == (whole.choices[0].text, 40)
 
 
-def test_chat_and_its_stream(client):
+def test_chat_is_the_same_whole_and_streamed(client):
     messages = [
         {"role": "system", "content": "be brief"},
         {
@@ -164,7 +164,7 @@ def never_ending(tokens, size):
     return logits
 
 
-def test_end_token_and_stop_strings(client):
+def test_end_tokens_and_stop_strings_end_the_text(client):
     prompt = next(
         text
         for text in map(str, range(10_000))
@@ -187,7 +187,7 @@ def test_end_token_and_stop_strings(client):
         assert choices[-1].finish_reason == "stop"
 
 
-def test_seed_decides_whatever_runs_beside_it(client, served):
+def test_seed_decides_whatever_else_runs(client, served):
     options = {"temperature": 1.0, "seed": 11, "top_p": 0.9, "extra_body": {"top_k": 50}}
     alone = complete(client, "seeded", 30, **options).choices[0].text
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -205,7 +205,7 @@ def test_seed_decides_whatever_runs_beside_it(client, served):
     assert len(unseeded) == 2
 
 
-def test_logprobs_and_echo_of_completions(client):
+def test_completions_report_logprobs_and_echo(client):
     prompt = "Echo é"
     tokens = TOKENIZER.encode(prompt)
     answer = complete(client, prompt, 4, echo=True, logprobs=2)
@@ -236,7 +236,7 @@ def test_logprobs_and_echo_of_completions(client):
     assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
 
 
-def test_logprobs_of_chat(client):
+def test_chats_report_logprobs(client):
     answer = chat(client, count=5, logprobs=True, top_logprobs=3)
     entries = answer.choices[0].logprobs.content
     assert len(entries) == 5
@@ -246,7 +246,7 @@ def test_logprobs_of_chat(client):
     assert {len(entry.top_logprobs) for entry in entries} == {3}
 
 
-def test_models_health_and_metrics(client, served):
+def test_models_health_and_metrics_are_served(client, served):
     assert [model.id for model in client.models.list()] == ["scripted"]
     assert client.models.retrieve("scripted").owned_by == "sparse-bitnet"
     with pytest.raises(openai.NotFoundError):
@@ -305,7 +305,7 @@ def test_neutral_and_harmless_parameters_are_accepted(client):
         chat(client, messages=[{"role": "user", "content": [part]}])
 
 
-def test_history_of_an_agent():
+def test_history_with_tool_calls_reaches_the_template():
     template = "{{ messages | tojson }}"
     with server(engine(context_length=4096), template=template) as running:
         with running.client() as client:
@@ -405,7 +405,7 @@ def test_the_last_message_of_an_assistant_is_continued(thought):
             answer(client, "x")
 
 
-def test_model_without_a_template_has_no_chat():
+def test_chat_without_a_template_is_refused():
     with server(engine(), template=None) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             chat(client)

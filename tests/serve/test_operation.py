@@ -48,7 +48,7 @@ def test_log_has_no_prompts(capfd):
     assert "secret" not in json.dumps(lines)
 
 
-def test_pages_elsewhere_are_let_in_by_name():
+def test_other_origins_are_allowed_by_name():
     preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
     preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
     with server(engine(), cors_origins=(ORIGIN,)) as running, running.http() as http:
@@ -82,7 +82,7 @@ def test_a_defect_is_an_error_object_that_is_counted_and_logged(monkeypatch, cap
     assert caplog.records[0].exc_info[1].args == ("secret",)
 
 
-def test_whoever_comes_too_early_is_told_when_to_come_again():
+def test_requests_after_stopping_get_retry_after():
     with server(engine()) as running, running.http() as http:
         running.scheduler.stop()
         body = {"model": "scripted", "prompt": "x"}
@@ -90,7 +90,7 @@ def test_whoever_comes_too_early_is_told_when_to_come_again():
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
 
 
-def test_half_characters_are_refused():
+def test_lone_surrogates_are_refused():
     half = '{"a": "\\ud800"}'
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": half}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_fails_is_one_line_without_paths(path):
     assert "/" not in said
 
 
-def test_tokens_of_texts_and_chats():
+def test_texts_and_chats_are_tokenised():
     with server(engine(), template=QWEN) as running, running.http() as http:
         tokens = TOKENIZER.encode("é!")
         for body in ({"prompt": "é!"}, {"content": "é!", "add_special": False}):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/responses as the `openai` client asks for it: texts, calls, forms, and the events of a stream."""
+"""/v1/responses through the `openai` client: text, tool calls, text formats, and the events of a
+stream."""
 
 import json
 
@@ -25,7 +26,7 @@ def ask(client, **more):
     return client.responses.create(model="scripted", **more)
 
 
-def test_text_whole_and_streamed():
+def test_text_is_the_same_whole_and_streamed():
     with serving(saying("Grüße!")) as running, running.client() as client:
         answer = ask(client, instructions="be brief", metadata={"a": "b"}, store=True)
         assert answer.output_text == "Grüße!"
@@ -60,7 +61,7 @@ def test_text_whole_and_streamed():
         assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_calls_and_the_turn_after_them():
+def test_tool_calls_and_the_turn_after_them_are_answered():
     with serving(saying("Look:\n" + tagged(CALL))) as running, running.client() as client:
         answer = ask(client, tools=[TOOL])
         said, call = answer.output
@@ -84,7 +85,7 @@ def test_calls_and_the_turn_after_them():
         assert again.usage.input_tokens == len(TOKENIZER.encode(prompt))
 
 
-def test_forms():
+def test_text_formats_are_honoured():
     class Person(BaseModel):
         name: str
         age: int
@@ -100,7 +101,7 @@ def test_forms():
 
 
 @pytest.mark.parametrize(
-    ("more", "complaint"),
+    ("more", "message"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"top_logprobs": False}, "top_logprobs is not supported"),
@@ -121,9 +122,9 @@ def test_forms():
         ({"tool_choice": {"type": "function", "name": "x"}}, "not one of the tools"),
     ],
 )
-def test_what_is_not_supported_is_refused(more, complaint):
+def test_unsupported_parameters_are_refused(more, message):
     with serving(saying("x")) as running, running.client() as client:
-        with pytest.raises(openai.BadRequestError, match=complaint):
+        with pytest.raises(openai.BadRequestError, match=message):
             ask(client, **more)
 
 
@@ -158,7 +159,7 @@ def test_other_kinds_of_items_and_tools_are_dropped_and_named():
     assert [tool.name for tool in answer.tools] == ["weather", "odd"]
 
 
-def test_what_a_chat_would_refuse_is_refused():
+def test_parameters_that_a_chat_refuses_are_refused():
     for template, more, param in (
         (QWEN, {"max_output_tokens": 0}, "max_output_tokens"),
         (None, {}, "messages"),

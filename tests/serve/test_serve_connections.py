@@ -35,7 +35,7 @@ def headers(host, *origin):
         (["*"], ["evil.example"], []),
     ],
 )
-def test_hosts_are_addresses_and_those_named(names, allowed, refused):
+def test_addresses_and_named_hosts_are_allowed(names, allowed, refused):
     hosts = AllowedHosts(names)
     for host in allowed:
         hosts.check(headers(host))
@@ -47,7 +47,7 @@ def test_hosts_are_addresses_and_those_named(names, allowed, refused):
             hosts.check(headers(allowed[0], f"http://{host}"))
 
 
-def test_a_page_at_another_address_is_a_strangers():
+def test_a_page_at_another_address_is_refused():
     hosts = AllowedHosts()
     for origin in ("http://10.0.0.6:9", "http://localhost:3000"):
         hosts.check(headers("10.0.0.6:8000", origin))
@@ -56,7 +56,7 @@ def test_a_page_at_another_address_is_a_strangers():
 
 
 @pytest.mark.parametrize("name", ["", "http://box", "a b", "[::1", "x@box"])
-def test_names_that_are_none_are_refused(name):
+def test_invalid_host_names_are_refused(name):
     with pytest.raises(UserError, match="--allowed-host"):
         AllowedHosts([name])
     # Nor is an origin what no browser sends.
@@ -98,7 +98,7 @@ def connect(url):
     return socket.create_connection((host, int(port)), timeout=120)
 
 
-def test_half_requests_never_keep_whole_ones_out(monkeypatch):
+def test_half_requests_do_not_block_whole_ones(monkeypatch):
     """With room for thirty connections, 130 that send half a request, and then whole ones."""
     monkeypatch.setattr(http_server, "_MOST_CONNECTIONS", 30)
     with server(ScriptedEngine(vocab_size=VOCAB)) as running, running.http() as http:

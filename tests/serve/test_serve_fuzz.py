@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a client sends and the model computes, no defect of the server's shows and it goes on."""
+"""Random and hostile requests and models: every answer is well-formed, and the server keeps running."""
 
 import json
 import os
@@ -141,7 +141,7 @@ fuzz = settings(
 
 @fuzz
 @given(bodies=st.tuples(good_completions, good_chats))
-def test_random_valid_requests(served, bodies):
+def test_random_valid_requests_are_answered(served, bodies):
     for path, body in zip(PATHS, bodies, strict=True):
         check(served[1].post(path, content=encoded(body), headers=JSON))
 
@@ -173,7 +173,7 @@ def test_random_valid_requests(served, bodies):
     ],
     ids=range(21),
 )
-def test_hostile_bodies(served, body):
+def test_hostile_bodies_are_error_objects(served, body):
     for path in PATHS:
         check(served[1].post(path, content=body, headers=JSON))
 
@@ -193,7 +193,7 @@ def test_hostile_bodies(served, body):
     ],
     ids=range(8),
 )
-def test_broken_http(served, sent):
+def test_broken_http_does_not_stop_the_server(served, sent):
     running, http = served
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=120) as connection:

@@ -70,7 +70,7 @@ def test_bad_requests_are_named(served, status, param, code, change):
     assert ("did you mean temperature?" in error["message"]) == ("temprature" in change)
 
 
-def test_an_empty_list_is_one(served):
+def test_an_empty_list_is_named(served):
     with served.http() as http:
         for path, name in (("completions", "prompt"), ("embeddings", "input")):
             answer = http.post(f"/v1/{path}", json={"model": "scripted", name: []})
@@ -78,7 +78,7 @@ def test_an_empty_list_is_one(served):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_cannot_change_the_output_is_accepted_and_named(served, stream):
+def test_parameters_without_effect_are_accepted_and_named(served, stream):
     body = {
         "model": "scripted",
         "stream": stream,
@@ -140,7 +140,7 @@ def test_a_limit_above_the_room_is_cut_and_named(path, name, own):
             assert (generated == 9) if limit == 9 else (usage["total_tokens"] == 256)
 
 
-def test_names_of_strangers_fit_into_a_header(served):
+def test_names_of_clients_fit_into_a_header(served):
     messages = [{"role": "user", "content": "x", "é\r\nSet-Cookie: a": 1, "k" * 1000: 1}]
     messages += [{"role": "assistant", "content": "x", f"k{i}": 1} for i in range(60)]
     body = {"model": "scripted", "messages": messages, "max_tokens": 1}
@@ -174,7 +174,7 @@ def test_variables_reach_the_template():
             assert "chat_template_kwargs" in error["message"]
 
 
-def test_api_key():
+def test_api_key_is_required():
     with server(ScriptedEngine(vocab_size=VOCAB), api_key="säcret") as running:
         with running.http() as http:
             for headers in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a given form, under the names of OpenAI, vLLM and llama.cpp."""
+"""Structured output, under the names of OpenAI, vLLM and llama.cpp."""
 
 import json
 import threading
@@ -48,7 +48,7 @@ def chat(client, **more):
     return client.chat.completions.create(model="scripted", messages=messages, **more)
 
 
-def test_schema_in_a_chat_whole_and_streamed(client):
+def test_schema_holds_whole_and_streamed(client):
     answer = chat(client, response_format=FORMAT)
     assert answer.choices[0].finish_reason == "stop"
     assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
@@ -63,7 +63,7 @@ def test_schema_in_a_chat_whole_and_streamed(client):
     assert all(set(json.loads(text)) == {"name", "age"} for text in texts)
 
 
-def test_parsed_by_the_client(client):
+def test_output_is_parsed_by_the_openai_client(client):
     from pydantic import BaseModel
 
     class Person(BaseModel):
@@ -91,7 +91,7 @@ def test_parsed_by_the_client(client):
         {"structured_outputs": {"json_object": True}},
     ],
 )
-def test_names_of_a_schema(client, more):
+def test_every_name_of_a_schema_constrains_the_output(client, more):
     completion = client.completions.create(
         model="scripted", prompt="x", max_tokens=300, temperature=0, extra_body=more
     ).choices[0]
@@ -118,11 +118,11 @@ def test_names_of_a_schema(client, more):
         ({"structured_outputs": {"grammar": 'root ::= "xy"'}}, {"xy"}),
     ],
 )
-def test_names_of_other_forms(client, more, texts):
+def test_every_name_of_other_grammars_constrains_the_output(client, more, texts):
     assert chat(client, extra_body=more).choices[0].message.content in texts
 
 
-def test_grammars_that_take_long_hold_up_no_other_requests(client, monkeypatch):
+def test_slow_grammars_delay_no_other_requests(client, monkeypatch):
     """More of them than the server has threads."""
     start, has_begun, may_end = TokenGrammars.start, threading.Event(), threading.Event()
 
@@ -147,7 +147,7 @@ def test_grammars_that_take_long_hold_up_no_other_requests(client, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "complaint"),
+    ("more", "message"),
     [
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "give one of"),
@@ -168,7 +168,7 @@ def test_grammars_that_take_long_hold_up_no_other_requests(client, monkeypatch):
         ),
     ],
 )
-def test_what_is_no_form_is_refused(client, more, complaint):
-    with pytest.raises(openai.BadRequestError, match=complaint) as error:
+def test_invalid_grammars_are_refused(client, more, message):
+    with pytest.raises(openai.BadRequestError, match=message) as error:
         chat(client, extra_body=more)
     assert "\n" not in error.value.body["message"]

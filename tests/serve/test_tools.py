@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of functions: as the families of templates write them, whole, streamed, forced and strict."""
+"""Tool calls: as the families of templates write them, whole, streamed, forced and strict."""
 
 import json
 
@@ -131,7 +131,7 @@ def test_texts_are_divided_however_they_come(syntax, text, content, calls):
         assert read(syntax, text, size) == (content, calls), size
 
 
-def test_syntax_of_templates():
+def test_syntax_is_that_of_the_template():
     assert syntax_of(QWEN) is HERMES
     assert syntax_of(LLAMA_3) is LLAMA
     for template in ("{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=x>"):
@@ -165,7 +165,7 @@ def ask(client, **more):
     return client.chat.completions.create(model="scripted", messages=messages, **more)
 
 
-def test_calls_whole_streamed_and_answered():
+def test_tool_calls_are_the_same_whole_and_streamed():
     with serving(saying("Look:\n" + tagged(CALL, OTHER))) as running, running.client() as client:
         [choice] = ask(client).choices
         assert choice.finish_reason == "tool_calls"
@@ -207,7 +207,7 @@ def test_tools_reach_the_template_unless_there_is_no_choice():
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA_3])
-def test_calls_that_are_asked_for_come_and_fit(template):
+def test_forced_calls_come_and_fit(template):
     def noise(tokens, size):
         logits = logits_after(tokens, size)
         logits[[*TOKENIZER.encode('"}'), END]] += 5
@@ -244,7 +244,7 @@ def test_strict_arguments_fit_where_the_model_would_not():
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA_3])
-def test_a_form_is_that_of_answers_beside_calls(template):
+def test_a_grammar_constrains_answers_beside_calls(template):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     named = {"name": "n", "schema": schema | {"additionalProperties": False}, "strict": True}
     form = {"response_format": {"type": "json_schema", "json_schema": named}}
@@ -266,7 +266,7 @@ STRICT = function("weather", PARAMETERS, strict=True)
 
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("more", [{}, {"parallel_tool_calls": False}, {"tools": [STRICT]}])
-def test_a_call_in_a_thought_is_none(more, opened):
+def test_a_call_in_a_thought_is_content(more, opened):
     """Whether the model opens it or the prompt, whole, streamed and as a response."""
     call = '{"name": "weather", "arguments": {"city": "Bern"}}'
     template = QWEN + "<think>" * opened
@@ -310,7 +310,7 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
 
 
 @pytest.mark.parametrize(
-    ("more", "complaint"),
+    ("more", "message"),
     [
         ({"tool_choice": "required", "tools": None}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not one of the tools"),
@@ -324,9 +324,9 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
         ({"tools": [TIME, function("f", [])]}, "tools.1.function.parameters: Input should be"),
     ],
 )
-def test_what_does_not_fit_is_refused(more, complaint):
+def test_contradicting_parameters_are_refused(more, message):
     with serving(saying("x")) as running, running.client() as client:
-        with pytest.raises(openai.BadRequestError, match=complaint):
+        with pytest.raises(openai.BadRequestError, match=message):
             ask(client, **more)
 
 

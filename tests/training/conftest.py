@@ -58,7 +58,7 @@ def small_run(prepared: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Worlds of processes that import nothing anew."""
+    """Worlds of processes that are forked with their imports done."""
     with Worlds() as started:
         yield started
 

@@ -201,13 +201,13 @@ def example(name: str) -> Any:
     return module
 
 
-def test_example_transformers_trainer() -> None:
+def test_example_transformers_trainer_runs() -> None:
     logs = training_logs(example("transformers_trainer").main(steps=6))
     assert logs[-1]["loss"] < logs[0]["loss"]
     assert "flip_rate" in logs[-1]
 
 
-def test_example_own_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_own_score_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", {k: dict(v) for k, v in registry._ENTRIES.items()})
     losses = example("own_score").main(steps=4)
     assert losses[-1] < losses[0]
@@ -219,7 +219,7 @@ def test_example_own_score(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(bool(line) for line in code) < 30
 
 
-def test_example_chat_lora(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_chat_lora_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
     before, beside, merged = example("chat_lora").main(steps=8)
     assert beside < before
@@ -227,13 +227,13 @@ def test_example_chat_lora(capsys: pytest.CaptureFixture[str]) -> None:
     assert "saved and loaded: the same logits" in capsys.readouterr().out
 
 
-def test_example_train_chat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_train_chat_runs(capsys: pytest.CaptureFixture[str]) -> None:
     answer = example("train_chat").main(steps=40)
     assert "is" in answer
     assert "bit for bit" in " ".join(capsys.readouterr().out.split())
 
 
-def test_example_convert_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_convert_a_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("gpt_neox").save_pretrained(tmp_path)
     loaded = example("convert_a_model").main(str(tmp_path), "full-2:4")
     assert "the same logits, bit for bit" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_validation_without_an_answer_is_refused_at_once(
         ),
     ],
 )
-def test_what_ends_an_answer_ends_texts_of_the_model(
+def test_end_of_turn_tokens_end_texts_of_the_model(
     chats: Path,
     chat_run: Any,
     tmp_path: Path,
@@ -232,7 +232,7 @@ def test_a_window_of_conversations_is_as_good_as_each_alone(
     assert abs(SummedLoss(model)(ids, labels) - alone) > 1e-2
 
 
-def test_the_loss_is_that_of_what_the_assistant_says(chat_run: Any) -> None:
+def test_only_assistant_words_count_in_the_loss(chat_run: Any) -> None:
     """Whatever the micro-batches, over the predictions that count, and with a teacher."""
     train(whole := chat_run(steps=2, micro_batch_size=4))
     assert 4.0 < losses(whole)[0] < 8.0
@@ -287,7 +287,7 @@ def stopped_after(config: TrainConfig, step: int) -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_a_run_that_was_stopped_goes_on(chat_run: Any, lora: int) -> None:
+def test_a_stopped_run_resumes(chat_run: Any, lora: int) -> None:
     if lora:
         pytest.importorskip("peft")
     train(straight := chat_run(lora=lora))
@@ -324,7 +324,7 @@ def test_lora_trains_adapters_and_merges_them(
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
 
 
-def test_refusals(
+def test_invalid_chat_and_lora_options_are_refused(
     chat_run: Any, small_run: Any, chats: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     with pytest.raises(UserError, match="lora=4 has no effect without --init"):

@@ -34,7 +34,7 @@ def interrupted(config, step):
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(2, [6, 7]), (0, [2, 4, 6, 7])])
-def test_the_last_ones_are_kept_or_all(small_run, keep, kept):
+def test_the_last_checkpoints_are_kept_or_all(small_run, keep, kept):
     config = small_run(steps=7, checkpoint_every=2, keep_checkpoints=keep)
     train(config)
     assert [each.step for each in list_checkpoints(Path(config.out))] == kept

@@ -78,13 +78,13 @@ def test_difference_ignores_where_and_how_often():
     assert taught.difference(caches[0]) == {"logit_cache": (None, "a")}, "its highest logits alone"
 
 
-def test_first_sparse_step():
+def test_first_sparse_step_follows_the_fraction():
     assert TrainConfig(steps=100).first_sparse_step == 1
     assert TrainConfig(steps=100, sparse_fraction=0.25).first_sparse_step == 76
     assert TrainConfig(steps=100, sparse_fraction=0.0).first_sparse_step == 101
 
 
-def test_paper_recipe_is_the_papers_table():
+def test_the_paper_recipe_is_the_papers_table():
     config = RECIPES["paper"]()
     assert (config.beta1, config.beta2, config.epsilon) == (0.9, 0.95, 1e-5)
     assert (config.learning_rate, config.warmup_fraction, config.schedule) == (1e-5, 0.5, "cosine")
@@ -94,7 +94,7 @@ def test_paper_recipe_is_the_papers_table():
     assert config.steps * config.tokens_per_step == pytest.approx(50e9, rel=1e-5)
 
 
-def test_not_a_run_folder(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
         read_config(tmp_path)
 

@@ -38,7 +38,7 @@ def test_long_runs_on_a_cpu_are_compiled(monkeypatch):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep it or not")
-def test_what_a_step_frees_is_there_for_the_next():
+def test_freed_memory_is_kept_for_the_next_step():
     import resource
 
     def new_pages() -> int:

@@ -16,7 +16,7 @@ from sparse_bitnet.training.loss import SummedLoss, chunked_cross_entropy, mean_
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_equals_torch(chunk, ignored, compiled, monkeypatch):
+def test_chunked_loss_equals_torch(chunk, ignored, compiled, monkeypatch):
     monkeypatch.setattr(loss_module, "_compiled_chunk", lambda _: loss_module._loss_and_gradients)
     torch.manual_seed(0)
     hidden = torch.randn(37, 16, requires_grad=True)
@@ -60,7 +60,7 @@ def test_model_loss_equals_transformers():
         ("gemma3_text", {"final_logit_softcapping": 0.5}),
     ],
 )
-def test_logits_that_a_family_scales_or_caps(family, changes, monkeypatch):
+def test_scaled_and_capped_logits_equal_transformers(family, changes, monkeypatch):
     monkeypatch.setattr(loss_module, "_compiled_chunk", lambda _: loss_module._loss_and_gradients)
     model = tiny_model(family, **changes)
     tokens = torch.randint(0, 96, (2, 33))

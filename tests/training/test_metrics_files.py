@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that rows go to: whole lines up to the step that a run goes on from, and a full disk."""
+"""Metrics files: whole lines up to the step that a run resumes from, and a full disk."""
 
 import json
 import os

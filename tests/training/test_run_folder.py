@@ -93,7 +93,7 @@ def test_text_of_another_tokenizer_is_refused(small_run, prepared, tmp_path, cap
     assert f"{start.out} is ternary-6:8: the run converts it to full-2:4 (--format)" in said
 
 
-def test_the_folder_of_a_model_is_no_run_to_continue(small_run, tmp_path, capsys):
+def test_training_into_a_model_folder_is_refused(small_run, tmp_path, capsys):
     train(start := small_run(steps=1, out=str(tmp_path / "start")))
     with pytest.raises(UserError, match=r"config\.json is that of a model, not of a run; choose"):
         command.main(options(dataclasses.replace(start, out=f"{start.out}/final")))
@@ -136,7 +136,7 @@ def test_a_diverged_run_ends_with_an_error(small_run, capsys):
     assert not (Path(config.out) / "result.json").exists()
 
 
-def test_a_finished_run_is_not_one_on_other_text(small_run, tmp_path):
+def test_a_finished_run_on_other_text_is_refused(small_run, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(small_run().data, data)
     config = small_run(steps=2, data=str(data))
@@ -206,7 +206,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
             pass
 
 
-def test_the_folder_is_printed_as_it_is_called(small_run, tmp_path, capsys):
+def test_run_folder_is_printed_as_given(small_run, tmp_path, capsys):
     config = small_run(steps=1, out=str(tmp_path / f"{'long' * 30}[bold]"))
     main(["train", *options(config)])
     assert f"model: {config.out}/final   curves" in capsys.readouterr().out

@@ -20,7 +20,7 @@ def rates(config: TrainConfig) -> list[float]:
     return [learning_rate(config, step) for step in range(1, config.steps + 1)]
 
 
-def test_two_beginnings_of_the_mask_are_refused():
+def test_two_starts_of_the_mask_are_refused():
     gradual = {"format": "ternary-6:8,schedule=gradual"}
     assert format_of(TrainConfig(**gradual)).schedule == "gradual"
     with pytest.raises(UserError, match=r"sparse_fraction=0.5 contradicts schedule=gradual"):
@@ -51,7 +51,7 @@ def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
         dataclasses.replace(config, decay_fraction=0.95)
 
 
-def test_no_warmup():
+def test_no_warmup_never_exceeds_the_peak():
     assert learning_rate(TrainConfig(steps=3, warmup_fraction=0.0, learning_rate=1.0), 1) <= 1.0
 
 

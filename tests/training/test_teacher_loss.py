@@ -112,7 +112,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
     torch.testing.assert_close(plain, ce.detach().double(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_run_with_a_teacher(distil: Any, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture) -> None:
     config = distil(
         steps=6, ce_weight=0.0, learning_rate=1e-2, sub_norms=True, reconstruction_windows=0
     )
@@ -221,7 +221,7 @@ def test_a_padded_head_trains_on_the_rows_that_both_have(
     assert from_pretrained(tmp_path / "cached" / "final").config.vocab_size == own
 
 
-def test_an_unfinished_cache_goes_on(
+def test_an_unfinished_cache_resumes(
     distil: Any, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cache(name: str, split: str = "train", **changes: Any) -> LogitCache:
@@ -298,13 +298,15 @@ def test_an_unfinished_cache_goes_on(
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
     ],
 )
-def test_refusals(distil: Any, changes: dict[str, Any], reason: str) -> None:
+def test_invalid_distillation_options_are_refused(
+    distil: Any, changes: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UserError, match=reason) as raised:
         train(distil(**changes))
     assert "\n" not in str(raised.value)
 
 
-def test_sub_norms_of_other_families() -> None:
+def test_sub_norms_fit_qwen2_and_refuse_other_families() -> None:
     model = with_sub_norms(tiny_model("qwen2"))
     assert model.get_parameter("model.layers.0.self_attn.q_proj.bias") is not None
     assert not model.get_parameter("model.layers.0.self_attn.o_proj.bias").any()
@@ -317,7 +319,9 @@ def test_sub_norms_of_other_families() -> None:
     assert build_model("qwen2.5-1m", SparseBitConfig()).config.model_type == "qwen2"
 
 
-def test_the_command(distil: Any, teacher: Path, tmp_path: Path) -> None:
+def test_command_distils_and_refuses_extra_arguments(
+    distil: Any, teacher: Path, tmp_path: Path
+) -> None:
     options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
     out = tmp_path / "run"
     distill([str(teacher), str(out), "--data", distil().data, *options.split()])

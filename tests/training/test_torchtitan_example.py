@@ -45,7 +45,7 @@ def test_all_linear_layers_but_the_head_compute_what_ours_do(example):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_what_cannot_be_is_refused(example):
+def test_unsupported_settings_are_refused(example):
     with pytest.raises(UserError, match=r"layers\.0\."):
         built(example, format="ternary-5:7")
     model = built(example)

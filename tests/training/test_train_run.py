@@ -119,7 +119,7 @@ def test_dense_to_sparse_switches_the_mask_on(small_run):
         {"precision": "bf16"},
     ],
 )
-def test_options_train(small_run, options):
+def test_every_option_trains(small_run, options):
     config = small_run(**options, checkpoint_every=0)
     assert train(config).steps == 6
 
@@ -167,7 +167,7 @@ def test_interrupting_and_continuing_gives_the_same_bytes(small_run, tmp_path, s
 
 
 @pytest.mark.parametrize("sparse_fraction", [1.0, 0.0])
-def test_stopped_after_the_last_step_the_end_is_done_once(
+def test_a_run_stopped_after_its_last_step_finishes_once(
     small_run, tmp_path, monkeypatch, sparse_fraction
 ):
     changes = {"sparse_fraction": sparse_fraction, "validation_every": 2}

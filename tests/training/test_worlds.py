@@ -61,7 +61,7 @@ def test_every_number_of_processes_gives_the_losses_of_one(worlds, run_config):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_the_int8_forward_over_two_processes(worlds, run_config):
+def test_int8_forward_over_two_processes_gives_the_losses_of_one(worlds, run_config):
     """In float32 the bits of the other forward; in bfloat16 what it gives in one process."""
     short = {"steps": 3, "checkpoint_every": 0, "format": "ternary-6:8"}
     mixed = {"forward": "int8", "precision": "bf16", "activation_checkpointing": True}
@@ -77,7 +77,7 @@ def test_the_int8_forward_over_two_processes(worlds, run_config):
     assert_same_curves(alone, pair, tolerance=2e-3)
 
 
-def test_distillation_over_two_processes(worlds, run_config):
+def test_distillation_over_two_processes_gives_the_losses_of_one(worlds, run_config):
     """Each holds the teacher; its cache is written once, by the first."""
     teacher = run_config("teacher").out
     tiny_model(vocab_size=2048, tie_word_embeddings=True).save_pretrained(teacher)
@@ -92,7 +92,7 @@ def test_distillation_over_two_processes(worlds, run_config):
     assert_same_curves(alone, cached, tolerance=1e-3)
 
 
-def test_reduced_gradients_and_given_weights(worlds, run_config):
+def test_bf16_gradients_and_given_weights_train(worlds, run_config):
     """Sums of bf16 gradients stay near; weights to start from reach all processes from the first."""
     short = {"steps": 3, "checkpoint_every": 0, "format": "ternary-6:8"}
     dense = run_config("dense").out
@@ -112,7 +112,7 @@ def test_reduced_gradients_and_given_weights(worlds, run_config):
 
 
 @pytest.mark.slow
-def test_ablations_and_activation_checkpointing(worlds, run_config):
+def test_ablations_and_checkpointing_give_the_losses_of_one(worlds, run_config):
     options: list[dict[str, Any]] = [
         {"format": "ternary-6:8,mask_gradient=masked,ste=clipped"},
         {"format": "ternary-2:4,scale_source=masked", "activation_checkpointing": True},
@@ -146,7 +146,7 @@ def test_compiled_blocks_give_the_losses_of_eager_ones(worlds, run_config):
     assert_same_curves(alone, blocks, tolerance=1e-4)
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes(worlds, run_config):
+def test_a_run_resumes_with_another_number_of_processes(worlds, run_config):
     whole = run_config("whole", steps=8)
     train(whole)
     parts = run_config("parts", steps=8)
@@ -215,7 +215,7 @@ def test_bad_launches_are_refused_by_all(worlds, run_config):
 
 
 @pytest.mark.parametrize("given", ["two", "0", "-1"])
-def test_a_world_of_no_size_is_one_line(given, monkeypatch):
+def test_an_invalid_world_size_is_one_line(given, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", given)
     with pytest.raises(UserError, match=f"^WORLD_SIZE={given}: the number of processes"):
         open_world(torch.device("cpu")).__enter__()

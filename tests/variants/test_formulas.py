@@ -115,7 +115,7 @@ def test_random_masks_are_those_of_seed_and_position() -> None:
     assert abs(np.corrcoef(whole[:, 1:].flatten(), whole[:, :-1].flatten())[0, 1]) < 0.05
 
 
-def test_quantisers_of_one_scale() -> None:
+def test_quantisers_of_one_scale_equal_their_formulas() -> None:
     weight, codes, mask, scale = chosen("ternary-6:8,quantizer=absmax")
     assert scale == pytest.approx(np.abs(weight).max(), rel=1e-6)
     np.testing.assert_array_equal(codes, np.clip(np.rint(weight / scale), -1, 1) * mask)
@@ -132,7 +132,7 @@ def test_quantisers_of_one_scale() -> None:
 
 
 @pytest.mark.parametrize(("quantizer", "size"), [("per-channel", 48), ("per-group:size=16", 16)])
-def test_quantisers_of_many_scales_forward_and_backward(quantizer: str, size: int) -> None:
+def test_quantisers_of_many_scales_equal_their_formulas(quantizer: str, size: int) -> None:
     weight, codes, mask, scale = chosen(f"ternary-6:8,quantizer={quantizer}")
     groups = np.abs(weight).reshape(20, -1, size).mean(-1)
     np.testing.assert_allclose(scale, groups, rtol=1e-6)
@@ -152,7 +152,7 @@ def test_quantisers_of_many_scales_forward_and_backward(quantizer: str, size: in
     )
 
 
-def test_int4_in_steps_of_the_mean_after_hadamard() -> None:
+def test_int4_hadamard_equals_its_formula() -> None:
     x = torch.randn(3, 48)
     inputs = InputQuantizer(SparseBitConfig.parse("ternary-6:8,activation=int4-hadamard"))
     rotated = inputs.transform(x)
@@ -169,7 +169,7 @@ def test_int4_in_steps_of_the_mean_after_hadamard() -> None:
     torch.testing.assert_close(layer(x), (codes * scale) @ effective.t() + layer.bias)
 
 
-def test_schedules() -> None:
+def test_schedules_equal_their_formulas() -> None:
     def phases(text: str, steps: int = 8, **more: float) -> list[tuple[int, float]]:
         config = TrainConfig(steps=steps, **more)
         return [phase(config, SparseBitConfig.parse(text), step) for step in range(1, steps + 1)]

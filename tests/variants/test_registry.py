@@ -59,7 +59,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
         return weight.sign() * 2, weight.abs().mean()
 
 
-def test_text_forms(own: None) -> None:
+def test_text_forms_round_trip(own: None) -> None:
     config = SparseBitConfig.parse("ternary-6:8,score=smallest:power=2")
     assert config.score == "smallest:power=2.0"
     assert SparseBitConfig.parse(str(config)) == config
@@ -83,13 +83,13 @@ def test_text_forms(own: None) -> None:
         ("ternary-6:8,mask_source=ternary,schedule=lambda", "blending schedule"),
     ],
 )
-def test_refused_formats(text: str, reason: str) -> None:
+def test_invalid_formats_are_refused(text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason) as raised:
         SparseBitConfig.parse(text)
     assert "\n" not in str(raised.value)
 
 
-def test_names_that_cannot_be_registered() -> None:
+def test_invalid_names_are_refused() -> None:
     with pytest.raises(UserError, match="'wanda' is taken"):
         register_score("wanda")(lambda weight: weight)
     with pytest.raises(UserError, match="names are letters"):
@@ -105,7 +105,7 @@ def test_an_own_score_ranks_by_value(own: None) -> None:
     assert torch.equal(pruned, groups >= groups.topk(2, -1).values[..., 1:])
 
 
-def test_what_own_functions_return_is_checked(own: None) -> None:
+def test_results_of_own_functions_are_checked(own: None) -> None:
     with pytest.raises(UserError, match="quantizer loud: its codes are not -1, 0 and 1"):
         make_layer("ternary-6:8,quantizer=loud").select()
     register_score("narrow")(lambda weight: weight[:, :1])
@@ -276,7 +276,7 @@ def test_calibration_prunes_without_training(tmp_path: Path) -> None:
         convert_(spoilt, SparseBitConfig(), calibration=batches)
 
 
-def test_calibration_leaves_modes_alone_and_norms_of_layers_that_no_token_reaches() -> None:
+def test_calibration_keeps_modes_and_norms_of_unreached_layers() -> None:
     class Routed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
