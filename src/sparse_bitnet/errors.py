@@ -58,9 +58,8 @@ def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
 
     `why` ends the message: it says when the option would have an effect.
     """
-    unset = type(options)()
     for name in names:
-        if (value := getattr(options, name)) != getattr(unset, name):
+        if (value := getattr(options, name)) != getattr(type(options), name):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise UserError(f"--{name.replace('_', '-')} {shown} is not used here: {why}")
 

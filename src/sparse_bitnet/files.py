@@ -58,8 +58,10 @@ def check_new_file(path: Path | str) -> None:
     Raises `UserError`.
     """
     path = Path(path)
-    if path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise UserError(f"cannot write {path}: no file can be made there")
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder, name a file")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UserError(f"cannot write {path}: its folder does not exist or is not writable")
 
 
 @contextmanager

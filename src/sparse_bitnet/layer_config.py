@@ -103,7 +103,7 @@ class SparseBitConfig:
             return
         if not self.is_plain or self.variant("schedule").blends:
             raise UserError(
-                "mask_source=ternary ranks the codes of absmean: it takes no score, quantizer or "
+                "mask_source=ternary ranks the codes of absmean: leave out score, quantizer and "
                 "blending schedule"
             )
         if self.scale_source == "masked":
@@ -222,7 +222,9 @@ class DenseLayersOption:
         """Return a text form's format with these dense layers. Raises `UserError` if it names others."""
         parsed = SparseBitConfig.parse(format)
         if self.dense_layers and parsed.dense_layers not in ((), self.dense_globs):
-            raise UserError(f"--dense-layers {self.dense_layers}: format {format} names others")
+            raise UserError(
+                f"--dense-layers {self.dense_layers}: --format {format} names other ones"
+            )
         return dataclasses.replace(parsed, dense_layers=self.dense_globs or parsed.dense_layers)
 
 

@@ -262,7 +262,7 @@ def _trained(
                         stopped.set()
         except BrokenProcessPool as error:
             raise UserError(
-                "a worker process died, perhaps for want of memory; the same command resumes, "
+                "a worker process died, perhaps for lack of memory; the same command resumes, "
                 "and --workers 1 needs the least"
             ) from error
         except BaseException:

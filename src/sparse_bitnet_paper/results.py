@@ -82,7 +82,7 @@ class Results:
         """Settings of all runs. Raises `UserError` when the folder holds no set, or a damaged one."""
         path = self.path / SETTING
         if not path.is_file():
-            raise UserError(f"{self.path} holds no results: it has no {SETTING}")
+            raise UserError(f"{self.path} was not written by `reproduce`: it has no {SETTING}")
         setting = read_json(path)
         _check_keys(setting, ("data", "main", "patterns", "recipe", "scale", "sizes", "text"), path)
         return setting

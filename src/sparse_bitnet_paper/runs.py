@@ -166,9 +166,10 @@ def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> 
     Raises `UserError` for an unknown experiment.
     """
     if unknown := [name for name in experiments if name not in _ALL]:
-        raise UserError(f"experiment {unknown[0]!r} is unknown: choose one of {', '.join(_ALL)}")
+        names = ", ".join([*_ALL, "table1 or all"])
+        raise UserError(f"experiment {unknown[0]!r} is unknown: choose one of {names}")
     if seeds is not None and seeds < 1:
-        raise UserError(f"seeds={seeds}: at least 1")
+        raise UserError(f"--seeds {seeds}: must be at least 1")
     if seeds is not None:
         sizes = tuple(dataclasses.replace(size, seeds=seeds) for size in scale.sizes)
         scale = dataclasses.replace(scale, sizes=sizes, seeds=dict.fromkeys(scale.seeds, seeds))

@@ -216,17 +216,7 @@ class QuickstartConfig(DenseLayersOption):
     """Train the paper's four models (full-precision or ternary, dense or sparse) on real text, compare
     their perplexity, and write a report. The same command resumes a stopped quickstart."""
 
-    MOST_USED: ClassVar = (
-        "out",
-        "steps",
-        "seeds",
-        "pattern",
-        "model",
-        "source",
-        "workers",
-        "prompt",
-    )
-    GROUPS: ClassVar = {"dense_layers": "recipe"}
+    GROUPS: ClassVar = {"dense_layers": "recipe", "out": "", "vocab_size": "recipe", "workers": ""}
 
     out: str = "quickstart"
     """Folder for data, models, results and report."""

@@ -142,7 +142,7 @@ def count_checkpoint(
         ]
     if not counts:
         raise UserError(
-            f"{folder}: no floating-point block weights (packed checkpoints hold only codes)"
+            f"{folder} holds only codes, no master weights: analyze the run that it was packed from"
         )
     return pd.DataFrame(counts)
 

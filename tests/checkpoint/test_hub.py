@@ -158,7 +158,7 @@ class TestRefusals:
         name = "model.layers.1.mlp.up_proj.weight"
         folder = damaged(tensors=lambda tensors: tensors.update({name: torch.zeros(8, 64)}))
         with pytest.raises(
-            UserError, match=rf"{name} is \[8, 64\], its config\.json asks \[96, 64\]"
+            UserError, match=rf"{name} is \[8, 64\], its config\.json needs \[96, 64\]"
         ):
             from_pretrained(folder)
         with pytest.raises(RuntimeError):

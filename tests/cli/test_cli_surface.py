@@ -64,10 +64,15 @@ BAD_INPUT = [
     (["bench", "--isa"], "--isa: expected at least one argument"),
     (
         ["generate", "x", "--prompt", "x", "--threads", "3000000000"],
-        "--threads 3000000000: at most",
+        "--threads 3000000000: must be at most",
     ),
     (["serve", "x", "--api-key", ""], "--api-key is empty"),
-    (["bench", "--out", "."], "cannot write .: no file can be made there"),
+    (
+        ["export", "x", "y", "--to", "dense", "--text", "z"],
+        "--text z is not used here: only --verify",
+    ),
+    (["bench", "qwen"], "'qwen' is neither a packed folder nor one of qwen2.5-0.3m"),
+    (["bench", "--out", "."], "cannot write .: it is a folder"),
     (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be at least 1"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "it has no tokenizer.json"),
 ]

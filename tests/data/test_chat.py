@@ -370,5 +370,5 @@ def test_bad_conversations_are_refused(chats: Path, tmp_path: Path) -> None:
         main([str(rows), str(tmp_path / "out"), *options])
     with pytest.raises(UserError, match="no columns; leave out --chat"):
         main(["python-stdlib", str(tmp_path / "out"), *options])
-    with pytest.raises(UserError, match="need a tokenizer with a chat template"):
+    with pytest.raises(UserError, match="needs a tokenizer with a chat template"):
         main([str(chats / "chats.jsonl"), str(tmp_path / "out"), "--chat", "--vocab-size", "300"])

@@ -257,10 +257,10 @@ def test_a_folder_in_use_is_refused(text: Path, tmp_path: Path, tokenizer_folder
     [
         ({}, "give either --tokenizer PATH_OR_HUB_ID or --vocab-size N"),
         ({"tokenizer": "x", "vocab_size": 300}, "give either --tokenizer"),
-        ({"vocab_size": 300, "eos_token": "z"}, "for a tokenizer that is loaded only"),
-        ({"vocab_size": 300, "shard_tokens": 0}, "a shard of 0 tokens is too small"),
-        ({"vocab_size": 100}, "vocabulary size 100: must be 257"),
-        ({"vocab_size": 10**12}, "vocabulary size 1000000000000: must be 257 .* to 16777216"),
+        ({"vocab_size": 300, "eos_token": "z"}, "--eos-token has no effect without --tokenizer"),
+        ({"vocab_size": 300, "shard_tokens": 0}, "--shard-tokens 0: must be at least 1"),
+        ({"vocab_size": 100}, "--vocab-size 100: must be 257"),
+        ({"vocab_size": 10**12}, "--vocab-size 1000000000000: must be 257 .* to 16777216"),
     ],
 )
 def test_bad_options_are_refused(

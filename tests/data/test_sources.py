@@ -108,7 +108,7 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         f"{tmp_path}/image.png": r"image\.png: unknown kind of file; known are \.jsonl",
         "hub:a/b/c/d": "not a hub data set: 'a/b/c/d'",
         "hub:": "not a hub data set: ''",
-        f"{tmp_path}/a.jsonl,": "one of the names of files is empty: leave out its comma",
+        f"{tmp_path}/a.jsonl,": "a file name between commas is empty: remove the comma",
     }.items():
         with pytest.raises(UserError, match=message):
             parse_source(spec)
@@ -120,7 +120,7 @@ def test_contradicting_options_are_refused(tmp_path: Path) -> None:
         parse_source(path, validation=path, validation_fraction=0.1)
     with pytest.raises(UserError, match=r"validation fraction 1\.5 is not in"):
         parse_source(path, validation_fraction=1.5)
-    with pytest.raises(UserError, match="limit of 0 bytes"):
+    with pytest.raises(UserError, match="--limit-bytes 0: must be"):
         parse_source(path, limit_bytes=0)
     with pytest.raises(UserError, match="no columns"):
         parse_source("python-stdlib", column="text")

@@ -144,7 +144,7 @@ def test_binary_weights_compute_the_same_in_every_format(tmp_path: Path, pattern
             all_formats.append(all_logits(engine, TOKENS))
     assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
     assert_close(all_formats[0], reference_logits(folder, TOKENS))
-    with pytest.raises(UserError, match=r"nm-sign.* is for files: choose one of i2"):
+    with pytest.raises(UserError, match=r"nm-sign.* exists only in files: choose one of i2"):
         Engine.load(folder, weight_format="stored", threads=1)
 
 
@@ -177,7 +177,7 @@ def test_formats_that_do_not_support_a_pattern_are_refused(tmp_path: Path) -> No
     for weight_format in ("auto", "i2", "b3", "lookup"):
         engine = Engine.load(folder, weight_format=weight_format, **EXACT)
         assert_close(all_logits(engine, TOKENS), expected)
-    with pytest.raises(UserError, match=r"nm-enum.* is for files"):
+    with pytest.raises(UserError, match=r"nm-enum.* exists only in files"):
         Engine.load(folder, weight_format="stored", threads=1)
     with pytest.raises(UserError, match="int4 needs a hidden size in groups of 64"):
         Engine.load(folder, head="int4", threads=1)

@@ -241,7 +241,7 @@ def test_folders_that_are_not_packed_are_refused(tmp_path: Path, original: Path)
         UserError, match="neither a run folder with a checkpoint nor a model folder"
     ):
         load(original.parent)
-    with pytest.raises(UserError, match="no such checkpoint: no folder"):
+    with pytest.raises(UserError, match="no such checkpoint: no folder or file"):
         load(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not readable as JSON"):

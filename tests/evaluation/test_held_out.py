@@ -49,7 +49,7 @@ def test_run_folder_stands_for_its_final_model(tmp_path):
 def test_missing_folders_are_refused_without_asking_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match=f"no such checkpoint: no folder {name} "):
+    with pytest.raises(UserError, match=f"no such checkpoint: no folder or file {name};"):
         resolve_checkpoint(name)
 
 

@@ -343,8 +343,8 @@ def _at_the_same_offset(data: bytes) -> bytes:
         (lambda data: data[: len(data) // 2], "lies outside the file|is cut off|has .* bytes"),
         (lambda data: data[:8] + b"\xff" * 8 + data[16:], "a count of"),
         (lambda data: data.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"), "is there twice"),
-        (lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_ex.weight"), "is not covered"),
-        (lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight"), "is not covered"),
+        (lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_ex.weight"), "is not supported"),
+        (lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight"), "is not supported"),
         (lambda data: data.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba'"),
     ],
 )  # fmt: skip
@@ -472,7 +472,7 @@ def test_a_folder_that_has_a_gguf_file_alone_names_it(
     ("add", "message"),
     [
         (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(2, "f4")), "is not the one scale"),
-        (lambda w: w.add_tensor("blk.0.attn_norm.scale", np.ones(1, "f4")), "is not covered"),
+        (lambda w: w.add_tensor("blk.0.attn_norm.scale", np.ones(1, "f4")), "is not supported"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f4")), "fit no rope scaling"),
         (lambda w: w.add_uint32("qwen2.rope.dimension_count", 8), "are rotated here"),
         (
@@ -481,7 +481,7 @@ def test_a_folder_that_has_a_gguf_file_alone_names_it(
         ),
         (
             lambda w: w.add_string("qwen2.rope.scaling.type", "longrope"),
-            "'longrope' is not covered",
+            "'longrope' is not supported",
         ),
         (
             lambda w: w.add_token_list(["a"] * 1000),
@@ -491,11 +491,11 @@ def test_a_folder_that_has_a_gguf_file_alone_names_it(
         (lambda w: w.add_uint32("qwen2.attention.key_length", 5), "an even number"),
         (
             lambda w: w.add_tensor(f"blk.{'1' * 5000}.attn_q.weight", np.ones((2, 2), "f4")),
-            "attn_q.weight is not covered",
+            "attn_q.weight is not supported",
         ),
         (lambda w: w.add_uint32("prism.hadamard.block_size", 64), "hadamard.* in a rotated basis"),
-        (lambda w: w.add_uint32("acme.fold", 3), "acme.fold = 3 is not read here and may change"),
-        (lambda w: w.add_bool("qwen2.attention.causal", False), "causal = False is not read here"),
+        (lambda w: w.add_uint32("acme.fold", 3), "acme.fold = 3 is not supported and may change"),
+        (lambda w: w.add_bool("qwen2.attention.causal", False), "causal = False is not supported"),
         (lambda w: w.add_uint32("qwen2.attention.sliding_window", 9), "window = 9 is not read"),
         (
             lambda w: w.add_array("qwen2.attention.key_length", [7] * 999),
@@ -639,7 +639,7 @@ def test_without_a_known_pre_tokenizer_the_vocabulary_tells_and_a_warning_says_s
 @pytest.mark.parametrize("model", [None, 7, "t5", ["gpt2"]])
 def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path, model: object) -> None:
     metadata = {"tokenizer.ggml.model": model, "tokenizer.ggml.tokens": ["a"]}
-    with pytest.raises(UserError, match=r"model\.gguf: a tokenizer .* is not covered; gpt2 and"):
+    with pytest.raises(UserError, match=r"model\.gguf: a tokenizer .* is not supported; gpt2 and"):
         write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
 
 

@@ -254,7 +254,7 @@ def change_entry(folder: Path, change) -> None:
         (lambda e: e.update(quant_method="awq"), "quant_method 'awq' .* not importable"),
         (
             lambda e: e.update(sparsity_config={"format": "dense"}),
-            r"sparsity_config = \{.*\} is not read here",
+            r"sparsity_config = \{.*\} is not supported",
         ),
         (
             lambda e: e["config_groups"]["group_0"]["weights"].update(strategy="group"),
@@ -287,7 +287,7 @@ def test_dense_checkpoints_and_missing_folders_are_refused(
         UserError, match=r"no quantization_config in config.json\) is not importable"
     ):
         import_checkpoint(tmp_path / "out", tmp_path / "no")
-    with pytest.raises(UserError, match="the hub gives no model of that name"):
+    with pytest.raises(UserError, match="the hub does not provide it"):
         import_checkpoint("owner/name", tmp_path / "no")
     with pytest.raises(UserError, match="exists already"):
         import_checkpoint(tmp_path / "out", tmp_path / "out")
@@ -322,7 +322,7 @@ NORM = "model.layers.1.input_layernorm.weight"
         ({f"{LAYER}.weight_zero_point": torch.ones(1)}, "weight_zero_point"),
         ({"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}, r"layers\.2\.mlp"),
         ({NORM: torch.ones(63)}, r"layernorm.weight is F32 \[63\], its config.json asks"),
-        ({NORM: torch.ones(64, dtype=torch.int32)}, "asks floats"),
+        ({NORM: torch.ones(64, dtype=torch.int32)}, "needs floats"),
         ({f"{LAYER}.weight_scale": torch.ones(3)}, r"weight_scale|is not part of"),
         ({f"{LAYER}.weight_scale": torch.ones(0)}, r"weight_scale|is not part of"),
         ({f"{LAYER}.weight_scale": torch.tensor([-1.0])}, r"not a positive|is not part of"),

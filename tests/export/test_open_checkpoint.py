@@ -100,12 +100,14 @@ def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> 
     name = next(iter(source.layers))
     weight = source.effective(name)
     assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
-    with pytest.raises(UserError, match="full-2:4: bitnet holds ternary weights; use --to dense"):
+    with pytest.raises(UserError, match="full-2:4: bitnet stores ternary weights; use --to dense"):
         check_folder_format(source, "bitnet")
 
 
 def test_folders_without_a_checkpoint_of_ours_are_refused(edited, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder: owner/name, and the hub gives no model"):
+    with pytest.raises(
+        UserError, match="no such folder: owner/name, and the hub does not provide it"
+    ):
         open_checkpoint("owner/name")
     with pytest.raises(UserError, match="no such checkpoint"):
         open_checkpoint(tmp_path / "nothing")
@@ -122,7 +124,7 @@ def test_a_checkpoint_of_another_kind_names_what_helps(checkpoint, edited, tmp_p
         (plain, ("foreign",), f"is not importable: it is a plain model; {distill}"),
         (plain, ("trained", "packed"), f"is not a trained .*: it is a plain model; {distill}"),
         (checkpoint, ("packed",), "is not packed: pack it first: sparse-bitnet pack"),
-        (checkpoint, ("foreign",), "is a trained checkpoint of sparse-bitnet, which every command"),
+        (checkpoint, ("foreign",), "is a checkpoint of sparse-bitnet already, which every command"),
         (tmp_path / "packed", ("trained",), "it is packed already, and generate"),
         (tmp_path / "packed", ("foreign",), "it is packed already, and generate"),
     ):
@@ -147,6 +149,6 @@ def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Pat
         open_checkpoint(folder)
     save_file(tensors | {name: tensors[name][:4].clone()}, folder / "model.safetensors")
     with pytest.raises(
-        UserError, match=rf"{name} is F32 \[4, 64\], its config.json asks floats \[192, 64\]"
+        UserError, match=rf"{name} is F32 \[4, 64\], its config.json needs floats \[192, 64\]"
     ):
         open_checkpoint(folder)

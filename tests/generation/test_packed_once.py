@@ -69,7 +69,7 @@ def test_a_foreign_model_that_the_engine_lacks_is_not_packed_and_says_so(
     monkeypatch.setattr(architecture, "read_architecture", lacks)
     folder = runnable_folder(models / "bitnet", EngineOptions())
     assert (folder, cache.exists()) == (str(models / "bitnet"), False)
-    assert capsys.readouterr().err == f"through transformers: {folder}: no such layers\n"
+    assert capsys.readouterr().err == f"running through transformers: {folder}: no such layers\n"
 
 
 def test_foreign_models_are_scored(

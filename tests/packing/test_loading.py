@@ -186,7 +186,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "other size": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :12]}, {}),
-        rf"{LAYER}.weight_packed is U8 \[32, 12\], its config.json asks uint8 \[32, 13\]",
+        rf"{LAYER}.weight_packed is U8 \[32, 12\], its config.json needs uint8 \[32, 13\]",
     ),
     "other type": (
         lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL.view(torch.int8)}, {}),

@@ -64,7 +64,7 @@ def test_packed_folder_holds_every_tensor(trained: Trained, tmp_path: Path, form
         (
             "model.norm.weight",
             lambda values: values.int(),
-            r"is I32 \[64\], its config.json asks floats",
+            r"is I32 \[64\], its config.json needs floats",
         ),
     ],
 )
@@ -218,7 +218,7 @@ def test_invalid_sources_and_options_are_refused(trained: Trained, tmp_path: Pat
         pack_checkpoint(trained(format="full-6:8"), tmp_path / "out")
     with pytest.raises(UserError, match="no such checkpoint"):
         pack_checkpoint(tmp_path / "nowhere" / "else", tmp_path / "out")
-    with pytest.raises(UserError, match="the hub gives no model of that name"):
+    with pytest.raises(UserError, match="the hub does not provide it"):
         pack_checkpoint("someone/model", tmp_path / "out")
     with pytest.raises(UserError, match="packed format 'q4' is unknown"):
         pack_checkpoint(trained(), tmp_path / "out", format="q4")

@@ -71,11 +71,11 @@ def test_a_conversation_is_shown_and_sent(opened, width):
         page.on("request", lambda r: asked.append(r.post_data_json) if r.method == "POST" else 0)
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Temperature").fill("0")
-        page.get_by_label("System message").fill("be brief")
+        page.get_by_label("System prompt").fill("be brief")
         page.get_by_role("button", name="Done").click()
         page.get_by_label("Message", exact=True).fill("first <b>")
         page.get_by_role("button", name="Send").click()
-        page.get_by_role("button", name="Again").wait_for()
+        page.get_by_role("button", name="Regenerate").wait_for()
         answer = page.locator("article.assistant .text")
         assert answer.locator("h3").inner_text() == "Title"
         assert answer.locator("strong").inner_text() == "bold"
@@ -94,10 +94,10 @@ def test_a_conversation_is_shown_and_sent(opened, width):
         page.get_by_label("Message", exact=True).press("ArrowUp")
         page.get_by_label("Edited message").fill("second")
         page.keyboard.press("Enter")
-        page.get_by_role("button", name="Again").wait_for()
+        page.get_by_role("button", name="Regenerate").wait_for()
         assert page.locator("article.user .text").all_inner_texts() == ["second"]
-        page.get_by_role("button", name="Again").click()
-        page.get_by_role("button", name="Again").wait_for()
+        page.get_by_role("button", name="Regenerate").click()
+        page.get_by_role("button", name="Regenerate").wait_for()
         assert page.locator("article").count() == 2
         assert len(asked) == 3
         assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -357,6 +357,6 @@ def test_only_a_binding_schema_is_refused_and_names_its_tool(template):
 
 def test_templates_without_tools_refuse_them():
     with serving(saying("x"), "{{ messages }}<assistant>") as running, running.client() as client:
-        with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        with pytest.raises(openai.BadRequestError, match="supports no tools"):
             ask(client)
         assert ask(client, tool_choice="none").choices[0].message.content == "x"

@@ -34,7 +34,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     for read in (read_rows, lambda path: JsonLines(path, 2)):
-        with pytest.raises(UserError, match=r"rows\.jsonl:2 is damaged: take the line out"):
+        with pytest.raises(UserError, match=r"rows\.jsonl:2 is damaged: remove that line"):
             read(path)
 
 

@@ -286,7 +286,7 @@ def test_an_unfinished_cache_resumes(
             {"relations_weight": 1.0, "relations_layer": 7},
             "relations_layer=7: the model has 2 layers",
         ),
-        ({"relations_weight": 1.0, "compile": "on"}, "takes neither compile nor"),
+        ({"relations_weight": 1.0, "compile": "on"}, "works neither with --compile"),
         ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
         ({"teacher": None, "logit_cache": "c"}, "has no effect without --teacher: add"),
         (
@@ -294,7 +294,10 @@ def test_an_unfinished_cache_resumes(
             "logit_cache=c has no effect without --logits-we",
         ),
         ({"ce_weight": 0.0, "logits_weight": 0.0, "temperature": 2.0}, "are all 0"),
-        ({"teacher": "nothing/here/at-all"}, "no such checkpoint: no folder nothing/here/at-all"),
+        (
+            {"teacher": "nothing/here/at-all"},
+            "no such checkpoint: no folder or file nothing/here/at-all",
+        ),
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
     ],
 )

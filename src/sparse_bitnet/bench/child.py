@@ -52,7 +52,9 @@ class Child(subprocess.Popen[str]):
             print(json.dumps(question), file=self.stdin, flush=True)
             line = self.stdout.readline()
         if not line:
-            raise UserError(f"a measuring process ended early, with exit code {self.wait()}")
+            raise UserError(
+                f"the measured process died (exit code {self.wait()}): measure smaller sizes"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise UserError(answer["error"])

@@ -22,7 +22,7 @@ from sparse_bitnet.bench.random_model import PUBLISHED, cached_random_model
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
-from sparse_bitnet.errors import refuse_unused
+from sparse_bitnet.errors import UserError, refuse_unused
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
 
@@ -183,6 +183,9 @@ def _models(options: BenchOptions) -> dict[str, Path]:
     """Return the folders by pattern."""
     if options.model not in PRESETS and options.model not in PUBLISHED:
         folder = Path(options.model)
+        if "/" not in options.model and not folder.exists():
+            names = ", ".join([*PRESETS, *PUBLISHED])
+            raise UserError(f"{options.model!r} is neither a packed folder nor one of {names}")
         packed = open_checkpoint(folder, "packed")
         refuse_unused(options, ["pattern"], f"{folder} has weights of its own")
         return {str(packed.format.pattern): folder}
@@ -244,8 +247,8 @@ def table(rows: list[Row]) -> "Table":
     first = rows[0]
     shown = Table(
         title=f"{first['model']} {first['pattern']}, kv-cache {first['kv_cache']}",
-        caption=f"Medians of {first['rounds']} rounds. Spread: slowest over fastest. Share: of the "
-        "roofline, measured too. MB: resident. A batch shares its context.",
+        caption=f"Medians of {first['rounds']} rounds. Spread: slowest round over fastest. Share: of the "
+        "machine's limit, measured too. MB: resident memory. A batch shares one context.",
         box=box.SIMPLE_HEAD,
     )
     shown.add_column("weights, head")

@@ -193,7 +193,7 @@ def check_tensors(
         fits = dtypes[name] in FLOATS if is_float else DTYPES.get(dtypes[name]) == kind
         if not fits or shapes[name] != tuple(tensor.shape):
             raise UserError(
-                f"{where}: {name} is {dtypes[name]} {list(shapes[name])}, its {CONFIG_FILE} asks "
+                f"{where}: {name} is {dtypes[name]} {list(shapes[name])}, its {CONFIG_FILE} needs "
                 f"{'floats' if is_float else kind} {list(tensor.shape)}"
             )
 

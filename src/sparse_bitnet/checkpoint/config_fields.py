@@ -90,8 +90,8 @@ def check_basis(settings: Mapping[str, Any], where: str) -> None:
         name = f"{key} {value}" if key == "model_type" else key
         if value and _ROTATION.search(name):
             raise UserError(
-                f"{where}: {name} says that its weights are stored in a rotated basis, which is not read "
-                "here; take the model as it was before the rotation"
+                f"{where}: {name} says that its weights are stored in a rotated basis, which is not "
+                "supported; use the model from before the rotation"
             )
 
 
@@ -107,7 +107,7 @@ def check_fields(
         is_off = not (any(value) if isinstance(value, list) else value)
         if key not in read and not (value == only[key] if key in only else is_off):
             known = f"; {only[key]} is" if key in only else " and may change what the weights mean"
-            raise UserError(f"{where}: {key} = {shown(value)} is not read here{known}")
+            raise UserError(f"{where}: {key} = {shown(value)} is not supported{known}")
 
 
 def of_all_layers(value: Any, layers: object) -> Any:

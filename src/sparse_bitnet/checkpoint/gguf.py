@@ -51,7 +51,7 @@ class GgufCheckpoint(Checkpoint):
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises `UserError` for a damaged file, an architecture or a tensor that is not covered, and a
+        """Raises `UserError` for a damaged file, an architecture or a tensor that is not supported, and a
         file in which only some matrices are ternary."""
         self.name, self.folder, self.gguf = str(path), path, GgufFile(path)
         self.architecture = architecture_of(self.gguf)
@@ -66,7 +66,7 @@ class GgufCheckpoint(Checkpoint):
             stored = self.names[plain[0]]
             said = f"tensor {stored} is {self.gguf.type_name(stored)} and not ternary"
         if 0 < len(plain) < len(linears):
-            raise UserError(f"{path}: {said}, as others are; llama.cpp runs such files")
+            raise UserError(f"{path}: {said}, but other matrices are; llama.cpp runs such files")
         self.kind, self.reader = ("dense", "") if plain else ("foreign", "gguf.GgufCheckpoint")
         self.entry = {"not_ternary": said} if plain else {}
         metadata = self.gguf.metadata
@@ -93,15 +93,15 @@ class GgufCheckpoint(Checkpoint):
         }
         if unknown := sorted(tensors.keys() - {ROPE_FACTORS, *scales, *self.names.values()}):
             raise UserError(
-                f"{path}: tensor {unknown[0]} is not covered; distill and --engine transformers may take "
-                "the model that this file was made from"
+                f"{path}: tensor {unknown[0]} is not supported; `distill` and --engine transformers may "
+                "support the model that this file was made from"
             )
         for name, stored in self.names.items():
             if stored not in tensors:
                 raise UserError(f"{path} lacks a tensor for {name}: it is incomplete")
             if (own := tensors[stored].shape) != self.shapes[name]:
                 raise UserError(
-                    f"{path}: tensor {stored} is {list(own)}, its metadata asks "
+                    f"{path}: tensor {stored} is {list(own)}, its metadata needs "
                     f"{list(self.shapes[name])}"
                 )
             self._factor(stored)

@@ -75,19 +75,19 @@ _SHARED_SCALES = 62
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """Return the architecture that the file names. Raises `UserError` for one that is not covered."""
+    """Return the architecture that the file names. Raises `UserError` for one that is not supported."""
     name = str(file.metadata.get("general.architecture"))
     rows = [row for row in ARCHITECTURES if row.name == name]
     if not rows:
         known = dict.fromkeys(row.name for row in ARCHITECTURES)
         raise UserError(
-            f"{file.path}: its architecture {shown(name)} is not covered; {', '.join(known)} are; "
-            "distill and --engine transformers may take the model that this file was made from"
+            f"{file.path}: its architecture {shown(name)} is not supported; {', '.join(known)} are; "
+            "`distill` and --engine transformers may support the model that this file was made from"
         )
     has_norms = f"blk.0.attn_q{LINEAR_NORM}.weight" in file.tensors
     rows = [row for row in rows if row.linear_norms == has_norms]
     if not rows:
-        raise UserError(f"{file.path}: a norm in each linear of {name} is not covered")
+        raise UserError(f"{file.path}: a norm in each linear of {name} is not supported")
     return rows[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
 
 
@@ -183,7 +183,7 @@ def _rope(file: GgufFile, fields: Fields, head: int, prefix: str) -> dict[str, A
             rope["original_max_position_embeddings"] = context
     elif kind != "none":
         raise UserError(
-            f"{file.path}: rope scaling {shown(kind)} is not covered; {' and '.join(_KINDS)} are"
+            f"{file.path}: rope scaling {shown(kind)} is not supported; {' and '.join(_KINDS)} are"
         )
     if ROPE_FACTORS not in file.tensors:
         return rope
@@ -193,9 +193,7 @@ def _rope(file: GgufFile, fields: Fields, head: int, prefix: str) -> dict[str, A
         llama3 = {"factor": float(factors.max()), "original_max_position_embeddings": context}
         if np.allclose(factors, _llama3_factors(rope["rope_theta"], count, llama3), rtol=1e-4):
             return {**rope, "rope_type": "llama3", **llama3, **_LLAMA3}
-    raise UserError(
-        f"{file.path}: the factors in {ROPE_FACTORS} fit no rope scaling that is covered"
-    )
+    raise UserError(f"{file.path}: the factors in {ROPE_FACTORS} fit no supported rope scaling")
 
 
 def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, dict[str, Any]]:
@@ -254,14 +252,14 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
     if not rows:
         known = dict.fromkeys(row.model_type for row in ARCHITECTURES)
         raise UserError(
-            f"the GGUF export covers the architectures {', '.join(known)}, not {model_type}; use "
+            f"the GGUF export supports the architectures {', '.join(known)}, not {model_type}; use "
             "--to bitnet"
         )
     own = config.get(LINEAR_NORMS)
     rows = [row for row in rows if row.linear_norms == bool(own)]
     if not rows or own not in (None, config.get("rms_norm_eps")):
         raise UserError(
-            f"{where}: the GGUF export does not cover a norm in each linear of {model_type}"
+            f"{where}: the GGUF export does not support a norm in each linear of {model_type}"
         )
     for row in rows:
         ((field, value),) = row.fields.items()
@@ -274,7 +272,7 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
 def _expect(where: str, setting: str, value: object, expected: object) -> None:
     if value != expected:
         raise UserError(
-            f"{where}: {setting}={value} is not covered by the GGUF export, which writes {expected}; "
+            f"{where}: {setting}={value} is not supported by the GGUF export, which writes {expected}; "
             "use --to bitnet"
         )
 

@@ -95,8 +95,8 @@ class GgufFile:
             if columns % block.codes == 0 and 0 <= rest < self._padding:
                 return self.i2_s if block is I2_S else block
         raise UserError(
-            f"{self.path}: tensor {name} {list(entry.shape)} has {entry.most:,} bytes, which no "
-            f"{candidates[0].name} of that shape takes"
+            f"{self.path}: tensor {name} has {entry.most:,} bytes, not those of {candidates[0].name} "
+            f"{list(entry.shape)}"
         )
 
     def type_name(self, name: str) -> str:
@@ -150,8 +150,8 @@ class GgufFile:
             return (runs * scales.astype(np.float32)[..., None]).reshape(shape)
         if entry.type_id >= _OF_LLAMA_CPP:
             raise UserError(
-                f"{self.path}: tensor {name} is {self.type_name(name)}, which is not read here, nor by "
-                "llama.cpp: it is another tool's"
+                f"{self.path}: tensor {name} is {self.type_name(name)}, which neither sparse-bitnet nor "
+                "llama.cpp supports"
             )
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
@@ -166,7 +166,7 @@ class GgufFile:
             return dequantize(data.reshape(-1, size), kind).reshape(shape)
         except (ValueError, KeyError, NotImplementedError) as error:
             raise UserError(
-                f"{self.path}: tensor {name} is {self.type_name(name)}, which is not read here ({error})"
+                f"{self.path}: tensor {name} is {self.type_name(name)}, which is not supported ({error})"
             ) from error
 
     def _bytes(self, name: str, first: int, count: int) -> np.ndarray:

@@ -156,7 +156,7 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
     kind = fields.get("model")
     if not isinstance(kind, str) or kind not in builders:
         kinds = " and ".join(builders)
-        raise UserError(f"{where}: a tokenizer {shown(kind)} is not covered; {kinds} are")
+        raise UserError(f"{where}: a tokenizer {shown(kind)} is not supported; {kinds} are")
     from tokenizers import AddedToken
 
     with library_errors_as(f"{where}: its tokenizer cannot be read"):

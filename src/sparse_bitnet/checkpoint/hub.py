@@ -150,9 +150,9 @@ class TrainedCheckpoint(Checkpoint):
         assert weight_scale is not None
         if weight_scale.dim() and scale_group(tuple(weight_scale.shape), *codes.shape) is None:
             raise UserError(
-                f"{self.folder}: {self.format.quantizer} gives {layer} scales "
-                f"{list(weight_scale.shape)} for {list(codes.shape)} weights; packed are one a matrix, "
-                f"a row, or {', '.join(map(str, SCALE_GROUPS))} weights: use `export --to dense`"
+                f"{self.folder}: {self.format.quantizer} gives {layer} scales {list(weight_scale.shape)} "
+                f"for {list(codes.shape)} weights; packed folders hold one scale per matrix, row or "
+                f"{', '.join(map(str, SCALE_GROUPS))} weights: use `export --to dense`"
             )
         return TernaryWeight(codes, weight_scale)
 

@@ -112,7 +112,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     if asked > 8 * held:
         # transformers would allocate them all before it missed any.
         raise UserError(
-            f"{folder}: {CONFIG_FILE} asks for {asked:,} values, more than {held:,} bytes hold"
+            f"{folder}: {CONFIG_FILE} needs {asked:,} values, more than the {held:,} bytes there hold"
         )
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with library_errors_as(f"cannot load a model from {path_or_id}"):
@@ -127,7 +127,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
         raise UserError(f"{path_or_id} lacks {name}: the files are incomplete")
     for name, shape, wanted in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"{path_or_id}: {name} is {list(shape)}, its {CONFIG_FILE} asks {list(wanted)}"
+            f"{path_or_id}: {name} is {list(shape)}, its {CONFIG_FILE} needs {list(wanted)}"
         )
     if not model.all_tied_weights_keys:
         # Saved with the model: a release before 5 ties a separate head if the config says so.

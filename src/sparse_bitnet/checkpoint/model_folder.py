@@ -277,8 +277,8 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
     except Exception as error:
         asked = filter(None, (repository, file, revision and f"--revision {revision}"))
         raise UserError(
-            f"no such folder: {path_or_id}, and the hub gives no model of that name "
-            f"({reason_of(error)}); without a network, fetch it elsewhere: hf download {' '.join(asked)}"
+            f"no such folder: {path_or_id}, and the hub does not provide it ({reason_of(error)}); "
+            f"without a network, download it elsewhere: hf download {' '.join(asked)}"
         ) from error
 
 

@@ -60,8 +60,8 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
         if is_hub_id(str(path_or_id)):
             return str(local_folder(path_or_id) if ".gguf" in str(path_or_id) else path_or_id)
         raise UserError(
-            f"no such checkpoint: no folder {path_or_id} (hub models are OWNER/NAME, or "
-            "OWNER/NAME/FILE.gguf instead of :TAG)"
+            f"no such checkpoint: no folder or file {path_or_id}; a hub model is written OWNER/NAME, or "
+            "OWNER/NAME/FILE.gguf"
         )
 
 
@@ -137,8 +137,8 @@ _REMEDIES = {
         "(in Python, convert_) makes a ternary one of the model that it was made from"
     ),
     "packed": "it is packed already, and generate, serve, evaluate and export take it as it is",
-    "trained": "pack it first: sparse-bitnet pack {name} OUT, or use --engine transformers",
-    "foreign": "it is another tool's; sparse-bitnet import {name} OUT, then take OUT",
+    "trained": "pack it first: sparse-bitnet pack {name} OUT",
+    "foreign": "it is another tool's; run sparse-bitnet import {name} OUT, then use OUT",
 }
 """Kind of a model -> what to do where a command does not accept it."""
 
@@ -151,7 +151,7 @@ def unsuited(stored: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserE
     refused = _REFUSED.get(" ".join(kinds), "is not a trained checkpoint of sparse-bitnet")
     remedy = _REMEDIES[stored.kind]
     if stored.kind == "trained" and kinds == ("foreign",):
-        remedy = "it is a trained checkpoint of sparse-bitnet, which every command takes as it is"
+        remedy = "it is a checkpoint of sparse-bitnet already, which every command reads"
     tool = "llama.cpp" if is_file else "`generate --engine transformers`"
     why = remedy.format(name=stored.name, tool=tool)
     return UserError(f"{stored.folder} ({said}) {refused}: {why}")

@@ -155,7 +155,7 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
         why = "it computes in float32"
     if why is None:
         return options
-    refuse_unused(config, _ENGINE_FIELDS, f"it is the CPU engine's, which does not run ({why})")
+    refuse_unused(config, _ENGINE_FIELDS, f"only the CPU engine has it, and does not run ({why})")
     return None
 
 

@@ -62,8 +62,10 @@ def run_quickstart(config: QuickstartConfig) -> None:
 class ReproduceConfig(DenseLayersOption):
     """Experiments to run: which, at what scale, where, and for how long."""
 
-    MOST_USED: ClassVar = ("scale", "out", "seeds", "workers", "dry_run")
-    GROUPS: ClassVar = {"dense_layers": "training", "tasks": "tasks of table1"}
+    GROUPS: ClassVar = {
+        **{"dense_layers": "training", "scale": "", "data": "training", "workers": ""},
+        **{"tasks": "tasks of table1", "dry_run": ""},
+    }
 
     experiments: Annotated[tuple[str, ...], "[EXPERIMENT ...]"] = ("all",)
     """Experiments to run: all (table2, sweep, ablations, schedule and search), or any of these, ideas
@@ -225,8 +227,7 @@ def report(
 class AnalyzeConfig(DenseLayersOption):
     """Checkpoints to analyze, and the folder of the result."""
 
-    MOST_USED: ClassVar = ("out", "pattern")
-    GROUPS: ClassVar = {"dense_layers": "layers"}
+    GROUPS: ClassVar = {"dense_layers": "layers", "out": ""}
 
     checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."]
     """Run folders, checkpoint folders, transformers folders with safetensors, or hub ids."""

@@ -27,15 +27,13 @@ class ServeConfig:
     """Port to listen on; 0 picks a free one."""
 
     api_key: str | None = None
-    """API key that clients must send. Default: the environment variable SPARSE_BITNET_API_KEY, else no
-    key is needed."""
+    """API key that clients must send. Default: environment variable SPARSE_BITNET_API_KEY, else none."""
 
     allowed_host: tuple[str, ...] = ()
-    """Host names, such as a proxy's, to accept in the Host header besides --host and IP addresses; *: any
-    name."""
+    """Host names to accept in requests besides --host and IP addresses, such as a proxy's; *: any."""
 
     cors_origin: tuple[str, ...] = ()
-    """Origins whose web pages may use this server (CORS), such as https://chat.example; *: any origin."""
+    """Origins whose web pages may use this server (CORS), such as https://a.example; *: any."""
 
     log_requests: bool = False
     """Write one line of JSON per request to standard error: id, path, status, time and token counts, but
@@ -132,8 +130,7 @@ def main(
             print(f"embeddings are off: {error}", file=sys.stderr)
         if key is None and host not in ("127.0.0.1", "::1"):
             print(
-                f"warning: anyone who can reach {host} can use this server; add --api-key",
-                file=sys.stderr,
+                f"anyone who can reach {host} can use this server: add --api-key", file=sys.stderr
             )
         model = ServedModel(
             name=name,

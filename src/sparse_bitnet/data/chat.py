@@ -130,7 +130,7 @@ def check_template(
         return tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template: take a chat model's, or put "
+            f"the tokenizer {tokenizer.name_or_path} has no chat template: use a chat model's, or put "
             "a chat_template.jinja into its folder"
         ) from error
 

@@ -169,7 +169,7 @@ class FileSource:
 def _expand(pattern: str) -> list[Path]:
     if not pattern:
         raise UserError(
-            "one of the names of files is empty: leave out its comma, or write . for here"
+            "a file name between commas is empty: remove the comma, or write . for this folder"
         )
     path = Path(pattern).expanduser()
     if path.is_dir():

@@ -131,7 +131,7 @@ class Manifest:
                 ) from error
             is_text = folder.is_file() or any(folder.glob("*"))
             raise UserError(
-                f"{folder}: no prepared data here (no {MANIFEST}); make it first: sparse-bitnet prepare "
+                f"{folder}: no prepared data here (no {MANIFEST}); run first: sparse-bitnet prepare "
                 f"{f'{folder} DATA, with --chat for conversations' if is_text else f'TEXT {folder}'}"
             ) from error
         except OSError as error:

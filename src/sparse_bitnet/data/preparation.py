@@ -104,13 +104,13 @@ def prepare(
         raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
     if vocab_size is not None and not 257 <= vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
-            f"vocabulary size {vocab_size}: must be 257 (256 bytes and {END_OF_TEXT}) to "
+            f"--vocab-size {vocab_size}: must be 257 (256 bytes and {END_OF_TEXT}) to "
             f"{LARGEST_VOCABULARY}"
         )
     if eos_token is not None and not isinstance(tokenizer, str | Path):
-        raise UserError("an end token can be chosen for a tokenizer that is loaded only")
+        raise UserError("--eos-token has no effect without --tokenizer: leave it out")
     if shard_tokens < 1:
-        raise UserError(f"a shard of {shard_tokens} tokens is too small")
+        raise UserError(f"--shard-tokens {shard_tokens}: must be at least 1")
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, eos_token=eos_token)
     settings: dict[str, Any] = {
@@ -122,7 +122,9 @@ def prepare(
     }
     if chat:
         if tokenizer is None:
-            raise UserError("conversations need a tokenizer with a chat template")
+            raise UserError(
+                "--chat needs a tokenizer with a chat template: name it with --tokenizer"
+            )
         settings["chat"] = conversations.check_template(tokenizer)
     check_ours(out, [MANIFEST, PREPARATION], "prepared data")
     if os.path.exists(out / MANIFEST):

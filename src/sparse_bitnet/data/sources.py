@@ -126,7 +126,7 @@ def parse_source(
             f"validation fraction {validation_fraction} is not in [0, 1): 0.01 means one percent"
         )
     if limit_bytes is not None and limit_bytes < 1:
-        raise UserError(f"a limit of {limit_bytes} bytes leaves nothing to prepare")
+        raise UserError(f"--limit-bytes {limit_bytes}: must be at least 1")
     named = [each for each in (spec, validation) if each is not None]
     python = [each for each in named if each in ("python-stdlib", "python-packages")]
     if python and (chat or (column and python == named)):

@@ -152,9 +152,9 @@ def _weight_format(
     name = model.metadata.packed_format if asked == "stored" else asked
     if name not in FORMATS:
         known = ", ".join(FORMATS)
-        raise UserError(f"weight format {name!r} is for files: choose one of {known}")
+        raise UserError(f"--weight-format {name} exists only in files: choose one of {known}")
     if name == "lookup" and has_groups:
-        raise UserError("weight format lookup has no scales of groups; use i2")
+        raise UserError("--weight-format lookup does not support scales per group: use i2")
     return name
 
 

@@ -60,6 +60,6 @@ class EngineOptions:
                 raise UserError(f"--{option} {value!r}: choose one of {', '.join(choices)}")
         check_least(self, threads=1, context_length=1, cache_tokens=1)
         if (self.threads or 1) > MOST_THREADS:
-            raise UserError(f"--threads {self.threads}: at most {MOST_THREADS}")
+            raise UserError(f"--threads {self.threads}: must be at most {MOST_THREADS}")
         if self.device == "cuda" and self.engine == "cpu":
             raise UserError("--engine cpu does not compute on --device cuda: leave out one of them")

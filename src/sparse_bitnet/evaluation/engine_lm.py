@@ -132,7 +132,9 @@ class EngineLM(TemplateLM):
                 f"length of {self.max_length}"
             )
         if known.get("do_sample"):
-            raise UserError("the task samples, and the CPU engine is greedy: --engine transformers")
+            raise UserError(
+                "the task samples, which needs --engine transformers: the CPU engine is greedy"
+            )
         return GenerationRequest(
             prompt=self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id],
             max_tokens=most,

@@ -58,9 +58,9 @@ from sparse_bitnet.progress import OnProgress
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DENSE_WARNING = (
-    "these are the effective weights, codes x scale: tools that quantise them again to ternary "
-    "(online bitnet mode, converters to GGUF ternary types) get a wrong scale; export to their "
-    "format from the trained checkpoint instead"
+    "these are the effective weights, codes x scale. Do not let a tool quantise them to ternary again "
+    "(transformers' online bitnet mode, a GGUF converter): it gets a wrong scale. Export the trained "
+    "checkpoint to that tool's format instead"
 )
 
 
@@ -126,7 +126,7 @@ def write(
     if source.format.variant("activation").has("transform"):
         raise UserError(
             f"{source.folder} was trained with activation={source.format.activation}, which transforms "
-            "what layers take; no other tool's format says so: run it with --engine transformers"
+            "inputs of layers; no other tool does that: run it with --engine transformers"
         )
     block = _block(config)
     _check_tensors(source, holds_linear_norms=block is not None)
@@ -182,17 +182,17 @@ def check_folder_format(source: Checkpoint, format: str) -> None:
     target = "bitnet" if is_bitnet else "compressed-tensors"
     if source.format.weight != "ternary":
         raise UserError(
-            f"{source.folder} is {source.format}: {target} holds ternary weights; use --to dense"
+            f"{source.folder} is {source.format}: {target} stores ternary weights; use --to dense"
         )
     if source.format.activation != "int8":
         raise UserError(
-            f"{source.folder} was trained without int8 activations ({source.format}), with which every "
-            f"reader of {target} computes; use --to dense"
+            f"{source.folder} was trained without int8 activations ({source.format}), but readers of "
+            f"{target} compute with them; use --to dense"
         )
     for name, group in gguf_export.scale_groups(source).items():
         if group and (is_bitnet or group != source.layers[name][1]):
             raise UserError(
-                f"layer {name} has a scale for every {group} weights of a row, {target} one for a "
+                f"layer {name} has one scale per {group} weights of a row, {target} one per "
                 f"{'matrix' if is_bitnet else 'row'}; use --to dense, or `sparse-bitnet pack`"
             )
     for name, (rows, _) in source.layers.items():
@@ -214,8 +214,8 @@ def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> Te
         tensors = _stored(format, *ternary, dtype)
         if tensors["weight_scale"].isinf().any():
             raise UserError(
-                f"layer {name}: bitnet holds one over its weight scale {ternary[1].item():.4g}, "
-                "which is too large for float16; use --embeddings bf16 or f32"
+                f"layer {name}: bitnet stores 1 / its weight scale {ternary[1].item():.4g}, which is too "
+                "large for float16; use --embeddings bf16 or f32"
             )
         yield from tensors.values()
 

@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from sparse_bitnet.errors import UserError, check_least
+from sparse_bitnet.errors import UserError, check_least, refuse_unused
 
 FormatName = Literal[
     "bitnet",
@@ -75,7 +75,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UserError(f"format {self.format!r}: choose one of {', '.join(FORMATS)}")
+            raise UserError(f"--to {self.format!r}: choose one of {', '.join(FORMATS)}")
         allowed: tuple[Precision, ...] = ("bf16", "f16", "f32")
         if self.format.startswith("gguf"):
             allowed = ("f16", "bf16", "f32", "q8_0")
@@ -86,3 +86,5 @@ class ExportConfig:
                 f"{', '.join(allowed)}"
             )
         check_least(self, verify_tokens=2)
+        if not self.verify:
+            refuse_unused(self, ("text", "verify_tokens"), "only --verify reads text")

@@ -86,8 +86,8 @@ def notes(source: Checkpoint, wanted: BlockType) -> str | None:
     if counts:
         others = " and ".join(f"{count} as {name}" for name, count in counts.items())
         said.append(
-            f"rows that do not fill blocks of {wanted.codes} ({wanted.name}) are stored otherwise, "
-            f"codes exact: of {len(blocks)} layers {others}"
+            f"of {len(blocks)} layers {others}, with exact codes, since their rows do not fill "
+            f"{wanted.name}'s blocks of {wanted.codes}"
         )
     is_windowed = f"{row.name}.attention.sliding_window" in metadata
     if row.note and (is_windowed or not (row.windows and row.in_llama_cpp)):
@@ -103,7 +103,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
     """
     if source.format.weight != "ternary":
         raise UserError(
-            f"{source.folder} is {source.format}: {wanted.name} holds ternary weights; "
+            f"{source.folder} is {source.format}: {wanted.name} stores ternary weights; "
             "use --to dense"
         )
     row = _metadata(source)[0]
@@ -119,9 +119,9 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
     for layer, (rows, columns) in source.layers.items():
         block, group = block_for(columns, wanted), groups[layer]
         if group and (block is I2_S or group % block.codes):
-            own = "the matrix" if block is I2_S else str(block.codes)
+            own = "matrix" if block is I2_S else str(block.codes)
             raise UserError(
-                f"layer {layer} has a scale for every {group} weights of a row, {block.name} one for "
+                f"layer {layer} has one scale per {group} weights of a row, {block.name} one per "
                 f"{own}; use --to dense, or `sparse-bitnet pack`"
             )
         size = block.tensor_bytes(rows, columns)
@@ -158,8 +158,8 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
     far = abs(np.float16(scale) - scale) > _SCALE_TOLERANCE * scale
     if block is not I2_S and far.any():
         raise UserError(
-            f"layer {layer}: its weight scale {scale[far][0]:.3g} is too far out for float16, in "
-            f"which {block.name} holds it; use --to bitnet"
+            f"layer {layer}: its weight scale {scale[far][0]:.3g} is out of range for the float16 of "
+            f"{block.name}; use --to bitnet"
         )
     if not row.rotates_neighbours:
         return block.pack(codes.numpy(), scale)

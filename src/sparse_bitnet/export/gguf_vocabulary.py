@@ -42,7 +42,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     content = read_json(path)
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("dropout"):
-        raise UserError(f"{path}: not a plain BPE; the GGUF export covers no other kind")
+        raise UserError(f"{path}: not a plain BPE; the GGUF export supports no other kind")
     own = load_tokenizer(folder)
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size

@@ -198,26 +198,26 @@ class Verification:
     @property
     def failures(self) -> list[str]:
         """List everything that is out of bounds, one phrase each."""
-        failures = [] if self.same_token_ids else ["other token ids"]
+        failures = [] if self.same_token_ids else ["token ids differ"]
         # Written so that NaN fails.
         if not (mean := self.mean_difference) <= self.bound:
-            failures.append(f"log-probabilities {mean:.2g} nats off (bound {self.bound:g})")
+            failures.append(f"log-probabilities differ by {mean:.2g} nats (bound {self.bound:g})")
         if not abs(relative := self.perplexity_difference) <= PERPLEXITY_BOUND:
-            failures.append(f"perplexity {relative:+.2%} off (bound {PERPLEXITY_BOUND:.0%})")
+            failures.append(f"perplexity differs by {relative:+.2%} (bound {PERPLEXITY_BOUND:.0%})")
         return failures
 
     def rows(self) -> list[Row]:
         """Return table rows: each compared quantity, and its difference, with the bound in brackets."""
-        mean = f"{self.mean_difference:.1e} nats off on average (bound {self.bound:.1e})"
+        mean = f"differs by {self.mean_difference:.1e} nats on average (bound {self.bound:.1e})"
         return [
             ("reader", self.reader),
             ("text", f"{self.text}, {self.tokens:,} next tokens"),
             ("token ids", "the same" if self.same_token_ids else "DIFFERENT"),
             ("log-probability", mean),
-            ("", f"{self.largest_difference:.1e} nats off at most"),
+            ("", f"differs by {self.largest_difference:.1e} nats at most"),
             ("best token", f"the same in {self.same_best_token:.2%} of positions"),
             ("perplexity", f"{self.export_perplexity:.4f}, trained model {self.perplexity:.4f}"),
-            ("", f"{self.perplexity_difference:+.3%} (bound {PERPLEXITY_BOUND:.0%})"),
+            ("", f"differs by {self.perplexity_difference:+.3%} (bound {PERPLEXITY_BOUND:.0%})"),
         ]
 
 
@@ -326,7 +326,7 @@ def check_packed(source: str | Path, packed: str | Path) -> float:
     if not torch.equal(packed_logits, _logits(trained, ids)):
         raise UserError(
             f"{packed} would not compute what the trained model computes (logits differ by up to "
-            f"{difference:.3g}): report this as a defect"
+            f"{difference:.3g}): report this as a bug"
         )
     return difference
 

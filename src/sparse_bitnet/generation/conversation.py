@@ -53,7 +53,7 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise UserError(
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): it is not a chat model, use `sparse-bitnet generate`"
+                "tokenizer_config.json): it is not a chat model; `sparse-bitnet generate` runs it"
             )
         return cls(source, named_tokens(folder))
 

@@ -201,9 +201,9 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
 
         return Engine.load(folder, **vars(options))
     names = ("weight_format", "head", "kv_cache", "activations")
-    refuse_unused(options, names, f"it is the CPU engine's, which does not run ({why})")
+    refuse_unused(options, names, f"only the CPU engine has it, and does not run ({why})")
     if options.engine == "auto" and options.device != "cuda" and why != _NOT_PACKED:
-        print(f"through transformers: {why}", file=sys.stderr)
+        print(f"running through transformers: {why}", file=sys.stderr)
 
     import torch
 
@@ -295,7 +295,7 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
         try:
             read_architecture(model.config, str(model.folder))
         except EngineLacks as error:
-            print(f"through transformers: {error}", file=sys.stderr)
+            print(f"running through transformers: {error}", file=sys.stderr)
             return str(model.folder)
     from filelock import FileLock
 
@@ -305,7 +305,7 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
         if not (target / CONFIG_FILE).is_file():
             from sparse_bitnet.export.importer import import_checkpoint
 
-            print(f"packing {checkpoint} into {target}, once", file=sys.stderr)
+            print(f"packing {checkpoint} into {target} for this and later runs", file=sys.stderr)
             import_checkpoint(name, target, packed="auto")
     return str(target)
 

@@ -83,7 +83,7 @@ def with_fewest_scales(codes: Values, scales: Values, layer: str) -> TernaryWeig
         if scale is not None:
             return TernaryWeight(codes, scale.reshape(rows, -1))
     raise UserError(
-        f"layer {layer}: a scale for every {run} weights of its rows of {columns} is not covered; "
+        f"layer {layer}: a scale for every {run} weights of its rows of {columns} is not supported; "
         f"{', '.join(map(str, SCALE_GROUPS))} are"
     )
 

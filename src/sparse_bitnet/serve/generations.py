@@ -95,7 +95,7 @@ def requests_of(
     capacity, most = scheduler.capacity, scheduler.max_queue + scheduler.max_running
     choices = body.n * (1 if isinstance(body, ChatBody) else len(body.prompt))
     if choices > most:
-        raise ApiError(400, f"{choices} choices at once: this server takes {most}", param="n")
+        raise ApiError(400, f"{choices} choices: this server's limit is {most}", param="n")
     model.check_tokens(map(int, body.logit_bias), "logit_bias")
     if isinstance(body, ChatBody):
         prompts = [_chat_tokens(body, model, capacity)]
@@ -196,14 +196,14 @@ def _chat_text(body: ChatBody, model: ServedModel) -> str:
         message = f"the model {model.name!r} has no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     if body.functions and model.tool_syntax is None:
-        message = f"the template of {model.name!r} knows no tools, or calls them in its own way"
+        message = f"the chat template of {model.name!r} supports no tools, or in an unknown syntax"
         raise ApiError(400, message, param="tools", code="no_tools")
     # Leave out None: templates test whether a name is defined.
     effort = body.reasoning_effort
     variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     variables |= body.chat_template_kwargs or {}
     if taken := sorted(variables.keys() & {"self", "messages"}):
-        message = f"chat_template_kwargs holds {taken[0]}, which is no variable to give"
+        message = f"chat_template_kwargs must not set {taken[0]}"
         raise ApiError(400, message, param="chat_template_kwargs")
     if body.functions:
         variables["tools"] = [function.plain() for function in body.functions]
@@ -240,7 +240,7 @@ def _with_calls(
     assert syntax is not None
     is_answer = grammar is not None and body.response_format is not None
     if body.calls_are_forced and grammar is not None and not is_answer:
-        raise ApiError(400, "give tools that must be called, or a response_format")
+        raise ApiError(400, "give either a tool_choice that forces a call or a grammar, not both")
     answer = grammar.rule if grammar is not None and is_answer else ""
     if grammar is not None and not (body.calls_are_forced or (answer and syntax.opening)):
         return grammar

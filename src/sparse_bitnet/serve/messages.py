@@ -100,15 +100,15 @@ class Message(Replayed):
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
         if self.role != "assistant" and self.tool_calls:
-            raise ValueError("tool_calls are an assistant's")
+            raise ValueError("only the role assistant has tool_calls")
         if self.role != "tool" and self.tool_call_id:
-            raise ValueError("tool_call_id belongs to role tool")
+            raise ValueError("only the role tool has a tool_call_id")
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
         # A model that cannot see them would answer wrongly.
         for name in ("images", "videos", "audios"):
             if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name} are not supported: this model reads text")
+                raise ValueError(f"{name} are not supported: this model reads only text")
         return self
 
     @property

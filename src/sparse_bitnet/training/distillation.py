@@ -268,8 +268,8 @@ class DistillationLoss(SummedLoss):
             return
         if config.compile == "on" or config.activation_checkpointing:
             raise UserError(
-                "relations_weight reads a layer's states: it takes neither compile nor "
-                "activation_checkpointing"
+                "--relations-weight works neither with --compile on nor with "
+                "--activation-checkpointing"
             )
         assert isinstance(teacher, Teacher)
         (own, widths), (theirs, _) = (

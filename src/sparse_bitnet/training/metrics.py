@@ -111,7 +111,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
                     raise TypeError("no step")
                 rows.append((line.decode(), row))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise UserError(f"{path}:{number} is damaged: take the line out") from error
+                raise UserError(f"{path}:{number} is damaged: remove that line") from error
     return rows
 
 

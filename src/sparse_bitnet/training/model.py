@@ -57,8 +57,8 @@ def initial_model(
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and config.sequence_length > most:
         raise UserError(
-            f"sequence_length={config.sequence_length}: {config.init or config.model} has positions for "
-            f"{most}"
+            f"--sequence-length {config.sequence_length}: {config.init or config.model} has at most "
+            f"{most} positions"
         )
     takes = inspect.signature(model.get_decoder().forward).parameters
     if dataset.is_chat and "position_ids" not in takes:
