@@ -81,7 +81,9 @@ class OpenModel:
             prompt: text to continue; no chat template is applied.
             max_tokens: maximum number of tokens to generate.
             stop: stop strings; the text ends before the first of them.
-            temperature, top_p, sampling: fields of `SamplingOptions`, such as `top_k` and `seed`.
+            temperature: sampling temperature; 0 always takes the most likely token.
+            top_p: sample from the smallest set of most likely tokens with this total probability.
+            **sampling: more fields of `SamplingOptions`, such as `top_k` and `seed`.
 
         Raises `UserError` for a value out of its range and for a prompt that exceeds the context length.
         """

@@ -50,7 +50,8 @@ def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
     """Return the share of positions where two masks differ (paper, eq. 6).
 
     Args:
-        previous, current: bool, of one shape.
+        previous: bool mask.
+        current: bool mask of the same shape.
 
     Returns a float64 scalar in [0, 1].
     """
