@@ -14,8 +14,8 @@ constexpr std::int64_t rows_to_widen = 13;
 
 // c [ROWS, VECTORS * width] = (factors ? c * factors[row] : 0) + a [ROWS, depth] b [depth, ...], each
 // element one chain of fused multiply-adds in the order of depth. Keys and values are read once, from
-// DRAM with long contexts, and the hardware does not fetch them early enough: for each line of b the
-// one that lies `ahead` bytes from it is asked for, which a later product reads.
+// DRAM with long contexts, and the hardware does not fetch them early enough: for each line of b, the
+// line `ahead` bytes further, which a later product reads, is prefetched.
 template <int ROWS, int VECTORS, class T>
 INLINE void multiply(const float* a, std::int64_t a_stride, const T* b, std::int64_t b_stride,
                      std::int64_t depth, float* c, std::int64_t c_stride, const float* factors,
@@ -28,7 +28,7 @@ INLINE void multiply(const float* a, std::int64_t a_stride, const T* b, std::int
   }
   NO_UNROLL for (std::int64_t k = 0; k < depth; ++k) {
     const T* row = b + k * b_stride;
-    // A widened page is in a cache already; float32 caches, the same function, go without.
+    // A widened page is in the CPU's cache already; float32 pages use the same function without prefetching.
     if constexpr (sizeof(T) < sizeof(float)) {
       UNROLL for (int line = 0; line < VECTORS * width * int(sizeof(T)); line += 64) {
         __builtin_prefetch(reinterpret_cast<const char*>(row) + ahead + line);
@@ -101,9 +101,9 @@ INLINE auto largest_of_page(const V* of) {
   return largest_lane(top);
 }
 
-// The running maxima of rows, given their largest scores against a page: factor is for what has been summed
-// before, `part`, if asked for, for what is relative to the largest of the page. For all rows at once, since
-// one after the other each would wait for its power.
+// The running maxima of rows, given their largest scores against a page. `factor` rescales earlier sums;
+// `part`, if not null, rescales sums relative to the page's largest score. All rows are computed at once:
+// one after another, each would wait for its power.
 struct Advance {
   float largest[score_rows], factor[score_rows];
 
@@ -129,7 +129,7 @@ INLINE std::int64_t keys_seen(const PageAttention& work, std::int64_t row) {
   return seen < page_tokens ? seen : page_tokens;
 }
 
-// The first key of the page that a row sees, which can lie behind it.
+// The first key that a row sees, counted from the page's start; may lie beyond the page.
 INLINE std::int64_t first_seen(const PageAttention& work, std::int64_t row) {
   const std::int64_t first = work.visible + row / work.group - work.window;
   return first < 0 ? 0 : first < page_tokens ? first : page_tokens;

@@ -45,7 +45,7 @@ struct PageAttention {
   const float* query_scales;
   const std::int32_t* query_sums;
   PageView page;
-  const void* next_keys;  // those that are read after this page, to be asked for early
+  const void* next_keys;  // keys that are read after this page, for prefetching
   float* wide;  // scratch [2, page_tokens * padded_dim]: a page in floats, or of int4 in int8
   AttentionState state;
 };
@@ -71,7 +71,7 @@ class AttentionPlan {
 
   void set(const Segment* segments, std::int64_t count);
 
-  // queries, out: [rows, stride], of which heads * head_dim are used. A token sees itself and what comes
+  // queries, out: [rows, stride], of which heads * head_dim are used. A token sees itself and the tokens
   // before it, `window` tokens in all.
   void run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer, std::int64_t window,
            const float* queries, float* out, std::int64_t stride);

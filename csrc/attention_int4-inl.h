@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pages of int4: unpacked to int8, whose products they have; and how a token is put into one.
+// Pages of int4: unpacked to int8 and multiplied as such; and how a token is appended to one.
 
 // Tokens of a page lie in lanes of four so that codes of a row need no shuffle: t with t + 16, + 32, + 48.
 constexpr std::int64_t quarter = page_tokens / 4;
 
-// int4 -> int8, see kv_cache.h; for each line of `from` the one that lies `ahead` bytes from it is asked for.
+// int4 -> int8, see kv_cache.h; for each line of `from`, the line `ahead` bytes further is prefetched.
 template <std::int64_t RUN>
 INLINE void unpack(const std::uint8_t* from, std::int64_t bytes, std::ptrdiff_t ahead, std::int8_t* to) {
   using Bytes = Vector<std::uint8_t, RUN < VECTOR_BYTES ? RUN : VECTOR_BYTES>;
@@ -19,7 +19,7 @@ INLINE void unpack(const std::uint8_t* from, std::int64_t bytes, std::ptrdiff_t 
   }
 }
 
-// A page of int4 as one of int8, where floats are widened to else.
+// A page of int4 as one of int8, in the scratch space of widened floats.
 TARGET static PageAttention unpacked(const PageAttention& work) {
   const std::int64_t padded = padded_dim(work.head_dim);
   const std::uint8_t *keys = static_cast<const std::uint8_t*>(work.page.keys),
@@ -37,7 +37,7 @@ TARGET static PageAttention unpacked(const PageAttention& work) {
   return as_int8;
 }
 
-// x -> codes u from 0 to 15 for 2u - 15 times the scale, which is no number where one of x is none.
+// x -> codes u from 0 to 15 that stand for 2u - 15 times the scale; the scale is NaN if any x is.
 INLINE void quantize_halves(const float* x, std::int64_t n, std::uint8_t* codes, float* scale) {
   const std::int32_t key = largest_key(reinterpret_cast<const std::int32_t*>(x), n);
   const float largest = to_float(key) < 1e-5f ? 1e-5f : to_float(key);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over int8 pages, whose products are of integers; attend and append of isa.h.
+// Attention over int8 pages, with integer products; `attend` and `append` of isa.h.
 //
-// A query is quantised once, with a scale; its probabilities against a page, relative to the largest of
+// A query is quantised once, with one scale. Its probabilities against a page, relative to the largest of
 // them and times the scales of the values, are rounded to 0..127. Four codes along the sum lie in a
-// 32-bit lane (kv_cache.h), which is also how a matrix unit reads them (matrix_unit.h). Sums are exact: what
-// is rounded depends on a row and its page alone. The scale of what was no number is none, and nor is the result
-// of a row that sees it.
+// 32-bit lane (kv_cache.h), as a matrix unit reads them (matrix_unit.h). Sums are exact, so rounding
+// depends on a row and its page alone. NaN makes its scale NaN, and so the result
+// of every row that sees it.
 
 #ifndef DOT_SIGNED
 #define DOT_SIGNED(sum, a, b) sum_of_fours(sum, a, b)
@@ -20,7 +20,7 @@ INLINE Ints sum_of_fours(Ints sum, const Ints& a, const Ints& b) {
 #endif
 
 // sums [ROWS][VECTORS] of a [ROWS, depth fours] and b [depth fours, columns], the codes of a from 0 to 127
-// if not SIGNED. For each line of b the one that lies `ahead` bytes from it is asked for, see multiply.
+// if not SIGNED. For each line of b, the line `ahead` bytes further is prefetched, see multiply.
 template <int ROWS, int VECTORS, bool SIGNED>
 INLINE void multiply_codes(const std::int8_t* a, std::int64_t a_stride, const std::int32_t* sums,
                            const std::int8_t* b, std::int64_t b_stride, std::int64_t depth,
@@ -49,7 +49,7 @@ INLINE void multiply_codes(const std::int8_t* a, std::int64_t a_stride, const st
   }
 }
 
-// What both products of some rows read and write.
+// Operands and results of both products of some rows.
 struct Int8Rows {
   const std::int8_t *keys, *values;
   const std::int8_t* queries;        // [rows, four_dim]
@@ -74,7 +74,7 @@ INLINE void score_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t
   }
 }
 
-// The sums of probabilities and values, in codes, onto what has been summed before.
+// Adds the sums of probabilities and values, in codes, to the earlier sums.
 INLINE void add_values(const Int8Rows& work, std::int64_t row, std::int64_t column, const Ints& sums) {
   float* out = work.out + row * work.padded + column;
   const Floats added = __builtin_convertvector(sums, Floats) * work.scales[row];
@@ -111,7 +111,7 @@ TARGET static void value_rows_of(const Int8Rows& work, std::ptrdiff_t ahead) {
   for (; i < work.padded; i += width) value_tile<ROWS, 1>(work, i, ahead);
 }
 
-// What turns probabilities against a page into codes: the scales of the values as multiples of 1/127 of
+// Factors that turn probabilities against a page into codes: the scales of the values in units of 1/127 of
 // the largest.
 struct ValueScales {
   Floats over_largest[page_tokens / width];
@@ -207,7 +207,7 @@ INLINE Floats soften(const std::int32_t* scores, float largest, const ValueScale
   return added;
 }
 
-// The same from a later row on, of whose keys `seen` are used.
+// The same, starting at a later row; `seen` of its keys are used.
 INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
   return {work.keys,
           work.values,
@@ -223,7 +223,7 @@ INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
           seen};
 }
 
-// `unit`: where it may be used, or null.
+// `unit`: the matrix unit, or null if it must not be used.
 template <class Unit>
 TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64_t first, int rows) {
   alignas(64) std::int32_t scores[score_rows * page_tokens];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The intrinsics, quietly: GCC's own headers start from vectors that they leave undefined on purpose.
+// Includes the intrinsics without GCC's warnings about the undefined vectors in its own headers.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parts of the extension module; each adds its functions and classes. Sizes are checked here, before
-// anything is allocated or multiplied; addresses are believed.
+// anything is allocated or multiplied; addresses are trusted.
 
 #pragma once
 
@@ -25,7 +25,7 @@ inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
-// Elements of any array that Python hands over: sizes within them, and small multiples of them, cannot
+// Most elements of an array from Python: sizes up to this, and small multiples of them, cannot
 // overflow.
 constexpr std::int64_t most_elements = std::int64_t(1) << 48;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
-// output head, and the key-value cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU),
-// Gemma 3 (norms of what a block adds, two ropes), Hunyuan (norms of rotated heads) and BitNet-embedding (a
-// norm before each product, which for o and down is that of BitNet b1.58).
+// output head, and the KV cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU),
+// Gemma 3 (norms of a block's outputs, two ropes), Hunyuan (norms of rotated heads) and BitNet-embedding (a
+// norm before each product; for o and down it is that of BitNet b1.58).
 //
 // Activations and the residual stream are float32; every linear of the blocks quantises its input per
 // token to int8 and accumulates in int32 (matmul.h). The transformers model with packed layers, in
@@ -29,7 +29,7 @@ struct Block {
   const float *attention_sub_norm;                // [heads * head_dim], before o
   const float *ffn_sub_norm;                      // [intermediate], before down
   const float *q_norm, *k_norm;                   // [head_dim] (Qwen3)
-  const float *attention_out_norm, *ffn_out_norm;  // [hidden], of what is added to the residual (Gemma 3)
+  const float *attention_out_norm, *ffn_out_norm;  // [hidden], norms of the additions to the residual (Gemma 3)
   const float* linear_norms[5];  // [hidden], of the inputs of q, k, v, gate and up each (BitNet-embedding)
   std::int64_t window;                            // tokens that a token sees, itself included
   std::int64_t rope;                              // index of Model::ropes
@@ -50,7 +50,7 @@ struct Model {
   float query_scale;                 // multiplies the scores
   bool norms_rotated = false;        // q_norm and k_norm are of rotated heads
   float embedding_scale;             // multiplies the embedding's rows
-  Table embedding, head;             // the same table where they are tied
+  Table embedding, head;             // the same table if they are tied
   const float* final_norm;           // [hidden]
   std::vector<Block> blocks;
 };
@@ -58,12 +58,12 @@ struct Model {
 struct DecoderOptions {
   int threads;
   CacheType cache;
-  std::int64_t context_length;  // most tokens of one sequence
-  std::int64_t cache_tokens;    // room for so many tokens over all sequences, in pages
+  std::int64_t context_length;  // maximum tokens of one sequence
+  std::int64_t cache_tokens;    // tokens that fit into the cache, over all sequences, in whole pages
   const Kernels& kernels;
 };
 
-// Tokens a page of the cache holds. Sequences share whole pages after a fork (reference counts).
+// Tokens per page of the cache. Sequences share whole pages after a fork (reference counts).
 constexpr std::int64_t page_tokens = 64;
 
 struct Request {
@@ -79,18 +79,18 @@ class Decoder {
   ~Decoder();
 
   int open();                                       // a new, empty sequence
-  void close(int sequence);                         // gives its pages back
+  void close(int sequence);                         // frees its pages
   int fork(int sequence, std::int64_t length);      // a new sequence with the first `length` tokens
   void truncate(int sequence, std::int64_t length);  // forgets tokens from `length` on
   std::int64_t length(int sequence) const;
-  std::int64_t free_tokens() const;                 // room in whole free pages
+  std::int64_t free_tokens() const;                 // tokens that fit into the free pages
 
   // Appends each request's tokens to its sequence. Logits: of the last token of each request
-  // [requests, vocab], or of all tokens [sum of counts, vocab], float32; `hidden`: in their stead the
-  // states of all tokens behind the final norm, [sum of counts, hidden].
-  // Throws std::length_error, before anything is changed, when the context length or the cache does
-  // not suffice, std::out_of_range for a sequence that is not open or occurs twice. After
-  // std::bad_alloc the sequences are as before, too.
+  // [requests, vocab], or of all tokens [sum of counts, vocab], float32; `hidden`: instead, the
+  // states of all tokens after the final norm, [sum of counts, hidden].
+  // Throws, before anything is changed, std::length_error when the context length or the cache does
+  // not suffice, and std::out_of_range for a sequence that is not open or occurs twice. After
+  // std::bad_alloc the sequences are unchanged, too.
   void forward(const Request* requests, int count, Logits which, float* logits);
 
  private:

@@ -126,7 +126,7 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   norm_delta(tokens, block.ffn_out_norm);
 }
 
-// Final norm and, unless that is all that is asked for, head of the wanted rows, which lie in front.
+// Final norm and, unless hidden states are requested, the head of the wanted rows, which come first.
 void Decoder::State::write_logits(Logits which, float* logits) {
   const std::int64_t tokens = std::int64_t(wanted.size()), n = model.hidden;
   const Table& table = model.head;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a decoder holds between steps, for decoder.cpp (requests, cache, chunks) and decoder_blocks.cpp
+// State of a decoder between steps, for decoder.cpp (requests, cache, chunks) and decoder_blocks.cpp
 // (the work on one chunk).
 
 #pragma once
@@ -22,7 +22,7 @@ class ActivationBuffer {
  public:
   void reserve(std::int64_t tokens, std::int64_t columns, bool fine, std::int64_t group) {
     if (tokens <= tokens_) return;
-    tokens_ = 0;  // until all is there
+    tokens_ = 0;  // until everything is allocated
     const std::int64_t stride = activation_stride(columns);
     const std::size_t bytes = std::size_t(tokens * stride + activation_slack);
     codes_.assign(bytes, 0);
@@ -87,12 +87,12 @@ struct Decoder::State {
     std::vector<float> cosines, sines;  // [positions, head_dim / 2]
   };
   std::vector<Angles> angles;         // of each rope
-  std::vector<Segment> segments;      // of the chunk at hand
-  std::vector<std::int64_t> wanted;   // its rows whose logits are asked for, ascending
+  std::vector<Segment> segments;      // of the current chunk
+  std::vector<std::int64_t> wanted;   // its rows that need logits, ascending
 
   void check(const Request* requests, int count) const;
   std::int64_t wide_floats() const;  // of a token in `wide`
-  std::int64_t chunk_tokens() const;  // most that go through the blocks together
+  std::int64_t chunk_tokens() const;  // maximum tokens that go through the blocks together
   void reserve(std::int64_t tokens);
   void reserve_positions(std::int64_t positions);
   void run(const Request* requests, int count, const std::int64_t* lengths, Logits which,
@@ -132,7 +132,7 @@ struct Decoder::State {
     quantize(kernels, x, one);
   }
 
-  // Of what a block adds; nothing where the model has no such norm.
+  // Normalises a block's output; does nothing if the model has no such norm.
   void norm_delta(std::int64_t tokens, const float* weight) {
     if (!weight) return;
     const std::int64_t n = model.hidden;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the float32 kernels share: conversions, exp, horizontal sums. Included by isa-inl.h.
+// Helpers of the float32 kernels: conversions, exp, horizontal sums. Included by isa-inl.h.
 
 using Floats = Vector<float>;
 using Ints = Vector<std::int32_t>;
@@ -11,7 +11,7 @@ INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
   return bit_cast<Floats>((mask & bit_cast<Ints>(yes)) | (~mask & bit_cast<Ints>(no)));
 }
 
-// b where one of them is no number.
+// Returns b if either is NaN.
 template <class V>
 INLINE V larger(const V& a, const V& b) {
   return a > b ? a : b;
@@ -25,7 +25,7 @@ INLINE Floats clamp_to_half(const Floats& v) {
 }
 
 // Shifting a float16's exponent and mantissa to float32's places leaves the exponent 112 too small,
-// which one exact product mends, subnormals included. The cache holds finite values only.
+// which one exact product corrects, subnormals included. The cache holds finite values only.
 INLINE Floats widen_half_in_software(const std::uint16_t* from) {
   const auto half = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from);
   const Ints bits = __builtin_convertvector(half, Ints);

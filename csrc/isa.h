@@ -2,8 +2,8 @@
 // The table of kernels: for each instruction set, the function of every operation. One row is chosen, by
 // name or as the best, and passed down.
 //
-// Each function is one thread's work on contiguous arrays given by address; nothing is allocated, nothing
-// is kept. The Python references define what `ops` compute; integers are the same bits in every row.
+// Each function is one thread's work on contiguous arrays given by address; nothing is allocated or
+// kept. The Python references define the results of `ops`; integers are the same bits in every row.
 
 #pragma once
 
@@ -24,7 +24,7 @@ struct AttentionState;
 struct MatmulKernels;
 struct RooflineLoops;
 
-// What is written in terms of vectors of any width (isa-inl.h).
+// Kernels written in terms of vectors of any width (isa-inl.h).
 struct VectorKernels {
   // weight [groups, m] -> mask [groups, m], 1 where the weight is among the n largest magnitudes of
   // its group, ties to the lower index. 1 <= n < m <= 32.
@@ -88,10 +88,10 @@ struct Kernels {
   const RooflineLoops& roofline;  // roofline.h
 };
 
-// Names of the rows that this machine runs, best first; those that only tests choose after them.
+// Names of the rows that this machine runs, best first; rows for tests only come last.
 std::vector<std::string> supported_isas(bool for_tests = false);
 
-// The row of that name; of an empty one that which SPARSE_BITNET_ISA names, or else the best. Throws
+// The row of that name; for "", the one that SPARSE_BITNET_ISA names, or else the best. Throws
 // std::invalid_argument that lists what this machine has.
 const Kernels& choose_kernels(const std::string& isa);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What isa_avx512.cpp and isa_avx512vnni.cpp share. Conversions under a full mask are those that GCC 12
-// compiles without a false warning.
+// Shared by isa_avx512.cpp and isa_avx512vnni.cpp. Conversions use a full mask, since GCC 12
+// compiles these without a false warning.
 #define VECTOR_BYTES 64
 #define FLOAT_REGISTERS 32
 #define FUSED(a, b, c) Vector<float>(_mm512_fmadd_ps(a, b, c))

@@ -35,7 +35,7 @@ KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std
       count > std::numeric_limits<std::int64_t>::max() / 2 / page_bytes_) {
     throw std::bad_alloc();
   }
-  // Untouched memory costs nothing until a page is used, so that room for many tokens may be asked for.
+  // Untouched memory costs nothing until a page is used, so the cache may be large.
   data_ = std::make_unique<HugeBuffer>(count * page_bytes_);
   references_.assign(count, 0);
   for (std::int64_t page = count; page-- > 0;) free_.push_back(std::int32_t(page));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values of many sequences, in pages of 64 tokens with reference counts. Sequences share whole
+// KV cache of many sequences, in pages of 64 tokens with reference counts. Sequences share whole
 // pages after a fork; a page that others hold is copied before tokens are appended to it.
 //
 // A page holds all layers. Of each layer and key-value head it has, 64-byte aligned:
@@ -51,8 +51,8 @@ class KvCache {
   KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
           std::int64_t cache_tokens);
 
-  // As in decoder.h; std::out_of_range for a sequence that is not open or a length it does not have,
-  // std::length_error where no page is free for the last one of a fork.
+  // As in decoder.h. Throw std::out_of_range for a sequence that is not open or is shorter,
+  // std::length_error if no page is free for the last one of a fork.
   int open();
   void close(int sequence);
   int fork(int sequence, std::int64_t length);
@@ -60,9 +60,9 @@ class KvCache {
   std::int64_t length(int sequence) const;
   std::int64_t free_tokens() const { return std::int64_t(free_.size()) * page_tokens; }
 
-  // Free pages that appending `count` tokens takes.
+  // Number of free pages that appending `count` tokens needs.
   std::int64_t pages_for(int sequence, std::int64_t count) const;
-  // Takes those pages, which must be free, and counts the tokens in.
+  // Takes those pages, which must be free, and adds the tokens to the length.
   void extend(int sequence, std::int64_t count);
 
   const std::int32_t* pages(int sequence) const;
@@ -87,7 +87,7 @@ class KvCache {
   std::int64_t key_bytes_, value_bytes_, scale_bytes_, head_bytes_, page_bytes_;
   std::unique_ptr<HugeBuffer> data_;
   std::vector<std::int32_t> references_;
-  std::vector<std::int32_t> free_;  // a stack: pages used lately come first
+  std::vector<std::int32_t> free_;  // a stack: recently used pages come first
   std::unordered_map<int, Sequence> sequences_;
   int next_ = 0;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a file holds, to the layouts in which it is multiplied (matmul.h), read once: packed matrices, checked
-// on the way (the checksum of the bytes as they are, and whether they are the encoding of a matrix of the
+// Repacks a file into the layouts of the kernels (matmul.h), reading it once: packed matrices, checked
+// in the same pass (checksum of the stored bytes, and whether they are the encoding of a matrix of the
 // pattern), and embedding and output head.
 
 #pragma once
@@ -16,7 +16,7 @@ namespace sparse_bitnet {
 struct Loaded {
   std::uint32_t crc32;  // of all stored bytes
   bool is_readable;     // whether they could be read
-  const char* damage;   // what is wrong with the rows, or null
+  const char* damage;   // error in the rows, or null
 };
 
 // What a file holds: a format of packed_format.h. Those that
@@ -32,9 +32,9 @@ struct StoredMatrix {
   static std::int64_t bytes_per_row(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
 };
 
-// Writes the rows of `out`, a matrix of ternary weights; what lies between rows is left alone. A
-// damaged matrix is written somehow, within its bounds. Where `out` is the stored bytes themselves, in a mapped
-// file, they are checked alone.
+// Writes the rows of `out`, a matrix of ternary weights; bytes between rows are unchanged. A
+// damaged matrix gives arbitrary weights, within its bounds. If `out` is the stored bytes themselves, in a mapped
+// file, they are only checked.
 Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 
 struct StoredTable {
@@ -44,7 +44,7 @@ struct StoredTable {
   const float* scales;  // [rows] of int8
 };
 
-// Rows as they are, `row_stride` bytes apart.
+// Copies rows unchanged, `row_stride` bytes apart.
 Loaded copy_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, std::uint8_t* out,
                   std::int64_t row_stride);
 

@@ -12,8 +12,8 @@
 //     four rows in three vectors.
 //   all others: a code of 5 bits is columns j, j + 64 and j + 128 of a block of 192 in base 3: 1.67 bits.
 //
-// Columns that are not there stand for -1, 0 when 1 is added, so that they meet any activations; where every
-// code is a state they stand for anything, and meet zeros.
+// Padding columns hold -1, which is 0 after adding 1, so that any activation is allowed there; if every
+// code is a state, they hold any weights and the activations there are zero.
 
 #pragma once
 
@@ -67,7 +67,7 @@ struct Shape {
 
 constexpr Shape exact_quads = {4, 5}, quads = {4, 6}, triples = {3, 5};
 
-// States are what some weights may be, those whose count of non-zeros lies within bounds, counted in the order
+// States are the values that a code's weights can have (their non-zeros within bounds), counted in the order
 // of the numbers that the weights plus one are in base 3, the first one lowest. Higher bits of a code do not
 // matter.
 struct Layout {
@@ -105,7 +105,7 @@ constexpr const Layout& layout_of(packed::Pattern pattern) {
 }
 constexpr const Shape& shape_of(packed::Pattern pattern) { return layout_of(pattern).shape; }
 
-// The code of a row of a strip at byte j of a block of it; then what writes them, leaving other rows alone.
+// Reads, then writes, the code of a row of a strip at byte j of a block; other rows are unchanged.
 constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, int j) {
   const Places& places = shape.places(row);
   int code = 0;

@@ -27,7 +27,7 @@ namespace sparse_bitnet {
 enum class WeightFormat : int { i2 = 0, b3 = 1, int8 = 2, int4 = 3, lookup = 4 };
 constexpr int weight_formats = 5;
 
-// Of int8 rows: 2^17 products of 128 and 127 are the most that 32 bits sum up.
+// Limit of int8 rows: 32 bits hold the sum of at most 2^17 products of 128 and 127.
 constexpr std::int64_t most_int8_columns = std::int64_t(1) << 17;
 
 constexpr int int4_group = 64;
@@ -35,12 +35,12 @@ constexpr int strip_rows = 16, strip_columns = 16;  // of 64 bytes
 
 enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 
-// Bytes between rows, data alignment and readable bytes behind the last row that the kernels rely on.
+// The kernels rely on these bytes between rows, data alignment and readable bytes after the last row.
 constexpr int matrix_alignment = 64;
 
 // A matrix [rows, columns], ready to be multiplied. `data` is 64-byte aligned, row_stride is a multiple
 // of 64 and at least bytes_per_row(), of lookup those exactly, and at least 64 bytes behind the last row are
-// readable; the bytes of a row beyond bytes_per_row() are whatever they are.
+// readable; the bytes of a row beyond bytes_per_row() are arbitrary.
 struct Matrix {
   WeightFormat format;
   packed::Pattern pattern;  // of lookup
@@ -54,7 +54,7 @@ struct Matrix {
   ScaleType scale_type = ScaleType::float32;
   const void* group_scales = nullptr;
 
-  // Columns whose sums are scaled by themselves, 0 where all are scaled at once.
+  // Number of columns whose sum has a scale of its own; 0 if all columns share one.
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
   bool in_strips() const { return format == WeightFormat::i2 && group != 0; }
   // Of a matrix in strips the code, and of one with groups the scale, of a place.
@@ -100,7 +100,7 @@ constexpr std::int64_t quad_stride(std::int64_t columns) {
 // bits as ops quantize_int8.
 void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, Activations& activations);
 
-// The same on the calling thread alone, for use inside a piece of other work.
+// The same on the calling thread alone, for use inside a parallel region.
 void quantize(const Kernels& kernels, const float* x, Activations& activations);
 
 // One product of a group that shares its input; the group's rows are shared out over the threads
@@ -135,7 +135,7 @@ struct Table {
   ScaleType scale_type = ScaleType::float32;
   const void* group_scales = nullptr;
 
-  // As what it is multiplied; not of floats.
+  // The format in which it is multiplied; not for floats.
   Matrix matrix() const;
 
   static std::int64_t bytes_per_row(TableType type, std::int64_t columns);

@@ -193,7 +193,7 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
 }
 
 // sums [T, max_rows_a_call] of S strips of i2 (matmul.h) and of tokens from `token` on. What the strips after
-// these hold is asked for as far ahead as these reach.
+// these hold is prefetched as far ahead as these reach.
 template <int S, int T>
 TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x, const GroupSums& of,
                               std::int64_t token, float* sums) {

@@ -99,7 +99,7 @@ TARGET static inline void unit_sums_to_floats(const GroupSums& of, std::int64_t 
 
 // The product of a piece on a matrix unit, for activations that are arranged in tiles (matmul.h). All rows
 // of the piece are unpacked before the tokens come, in sixteens: zeros fill the last ones. Sums become
-// floats while they are in the first cache, and y is asked for before: it is in none.
+// floats while they are in the L1 cache; y, which is in no cache, is prefetched.
 template <class Unit>
 TARGET static void unit_piece(const Activations& x, const std::int32_t* group_sums, const Product& product,
                               std::int64_t begin, std::int64_t end, MatmulScratch& scratch) {

@@ -2,7 +2,7 @@
 // Few tokens: dot products along the rows, weights decoded in registers. Included by matmul-inl.h.
 //
 // Rows lie one behind another, so a stretch of rows is one stream. The hardware does not fetch it far
-// enough ahead: every line is asked for prefetch_bytes early, in the order of their addresses and not in
+// enough ahead: every line is prefetched prefetch_bytes early, in the order of their addresses and not in
 // that of their use, which jumps between the rows that are multiplied together.
 
 constexpr std::int64_t prefetch_bytes = 8192;

@@ -21,7 +21,7 @@ struct RowPointers {
   std::int64_t to_next;  // bytes from here to where the tile after this one comes from
 };
 
-// The next tile is asked for while this one is unpacked, to arrive while this one is multiplied.
+// The next tile is prefetched while this one is unpacked, and arrives while this one is multiplied.
 INLINE void prefetch_next(const RowPointers& rows, int row, std::int64_t offset) {
   __builtin_prefetch(rows.at[row] + offset + rows.to_next, 0, 3);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU ops: what each computes, on which bytes.
+// The CPU ops: their inputs and results as bytes in memory.
 //
 // Everything is a contiguous array given by address and size; nothing is allocated for the caller,
 // nothing is kept. The Python references define every result; it is the same bits on every instruction

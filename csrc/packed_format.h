@@ -8,9 +8,9 @@
 // sum of codes times int8 activations fits 32 bits. Every format is exact. Bytes are the same on every
 // machine: little endian, bit 0 is the least significant one.
 //
-// A row takes row_bytes bytes whatever its codes, rows follow each other without a gap, and each can be decoded without the others. Padding is what zero codes encode
-// to. A matrix has one encoding; a reader refuses anything else. No alignment of the first row is
-// promised: safetensors files give none.
+// A row takes row_bytes bytes whatever its codes. Rows follow each other without a gap, and each can be
+// decoded without the others. Padding has the bits that zero codes encode to. A matrix has one encoding;
+// a reader refuses anything else. The first row has no guaranteed alignment: safetensors files give none.
 //
 // i2: two bits a weight, for speed; knows no pattern.
 //   A row is cut into blocks of 256 weights in 64 bytes; the last block may be shorter. Byte j of a

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All that an operating system or a processor model decides: memory in huge pages, reading of files,
+// Everything that depends on the operating system or the processor: huge pages, reading of files,
 // forks, the OpenMP runtime, instruction sets.
 
 #pragma once
@@ -38,11 +38,11 @@ struct ByteSource {
   int descriptor;
   std::int64_t offset;
 
-  // Copies `size` bytes from `first` on; false where they cannot be read.
+  // Copies `size` bytes from `first` on; returns false if they cannot be read.
   bool read(std::int64_t first, std::int64_t size, std::uint8_t* buffer) const;
 };
 
-// Forks between the start of the program and this process: what was made at another count is of a parent,
+// Number of forks since the start of the program: an object made at another count belongs to a parent,
 // whose threads do not exist here.
 int fork_count();
 
@@ -61,7 +61,7 @@ OpenmpParallel find_openmp();
 #endif
 #endif
 
-// Why amx_int8 is not among the instruction sets; empty where it is.
+// Why amx_int8 is not among the instruction sets; "" if it is.
 const char* amx_refusal();
 
 // Whether this machine runs the instruction sets of a row of isa.cpp.
