@@ -53,16 +53,17 @@ def build_model(
     """Build a float32 causal LM in the given format, on the CPU.
 
     Args:
-        name: a preset; ignored when `init` is given.
-        config: the format, or its text; the same seed gives the same initial weights for every format.
+        name: a preset (`sparse-bitnet models` lists them); ignored if `init` is given.
+        config: the format, or its text form; a seed gives the same initial weights for every format.
         seed: random seed of the initial weights (std 0.02, biases zero).
-        vocab_size: size in place of the preset's; of `init` it is the model's own.
+        vocab_size: vocabulary size instead of the preset's; with `init` it must be the model's own.
         init: folder or hub id of existing dense weights to start from (dense-to-sparse).
-        meta: whether to build on the meta device instead: shapes without values.
-        uniform: whether the blocks' matrices are uniform in ±1/sqrt(in_features) instead.
-        sub_norms: whether to add norms to `init`, see `with_sub_norms`.
+        meta: build on the meta device: shapes without values.
+        uniform: initialise the blocks' matrices uniformly in ±1/sqrt(in_features).
+        sub_norms: add norms to `init`, see `with_sub_norms`.
 
-    Raises `UserError` for an unknown preset, an unreadable `init`, or a pattern that does not fit.
+    Returns the converted model. Raises `UserError` for an unknown preset, an unreadable `init`, or a
+    pattern that does not fit.
     """
     import torch
     from transformers import Qwen2ForCausalLM
@@ -101,11 +102,12 @@ _SHARED = (
 
 
 def with_sub_norms(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Return a llama or qwen2 model with a norm before each output and down projection: a `bitnet` model.
+    """Return a llama or qwen2 model with a norm before each output and down projection: a `bitnet`
+    model.
 
     The norms start at one, so the model computes something else than before until it is trained.
 
-    Raises `UserError` for a model that has more to it than such a one.
+    Raises `UserError` for a model with features that a `bitnet` model lacks.
     """
     import torch
     from transformers import BitNetConfig, BitNetForCausalLM

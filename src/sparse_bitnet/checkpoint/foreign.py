@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of other tools with ternary weights: Hugging Face's `bitnet`, compressed-tensors, MLX's two
-bits, and floats that hold but 0 and +s and -s.
+bits, and floats that hold only 0, +s and -s.
 
-Their tensors must be those of the model that config.json describes, no more and no less.
+Their tensors must be exactly those of the model that config.json describes.
 """
 
 import re
@@ -78,7 +78,8 @@ class ForeignFolder(Checkpoint):
         check_tensors(wanted, self.others, self.dtypes, self.folder)
 
     def prepare(self) -> None:
-        """Read what the format states of itself. Raises `UserError` for what has no counterpart here."""
+        """Read the format's own settings. Raises `UserError` for settings that have no counterpart
+        here."""
 
     def has_codes(self, name: str, shape: tuple[int, int]) -> bool:
         """Whether a linear layer of this shape has codes. Raises `UserError` for invalid scales."""

@@ -92,7 +92,7 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
 
 
 def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
-    """Return the config.json of a GGUF file. Raises `UserError` for what is missing or not covered."""
+    """Return the config.json of a GGUF file. Raises `UserError` for missing or unsupported metadata."""
     embedding, prefix = file.tensors.get("token_embd.weight"), f"{architecture.name}."
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{file.path} has no matrix token_embd.weight: it is incomplete")

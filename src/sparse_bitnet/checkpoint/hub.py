@@ -79,10 +79,10 @@ def save_pretrained(
 ) -> None:
     """Write a converted model, and its tokenizer if given, as a complete folder in one step.
 
-    A checkpoint already in `folder` is replaced as a whole, other files beside it included.
+    A checkpoint already in `folder` is replaced as a whole, including other files in it.
 
-    Raises `UserError` when the model holds no `SparseBitLinear`, `folder` holds something that is no
-    checkpoint, or the disk is full; `folder` is then as before.
+    Raises `UserError` when the model holds no `SparseBitLinear`, `folder` holds files that are not a
+    checkpoint, or the disk is full; `folder` is then unchanged.
     """
     configs = [layer.config for layer in sparse_layers(model).values()]
     if not configs:
@@ -191,12 +191,12 @@ def register() -> None:
         is_trainable = is_qat_trainable = is_compileable = True
 
         def update_attn_implementation(self, config: Any) -> Any:
-            # What `finish_folder` put there, to stop a loading without this quantizer.
+            # `finish_folder` put this there, to make loading without this quantizer fail.
             if config._attn_implementation in WITHOUT_IMPORT.values():
                 config._attn_implementation = None
             return config
 
-        update_tp_plan = update_attn_implementation  # of releases that lack the other
+        update_tp_plan = update_attn_implementation  # for releases without the other
 
         def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
             return self.is_trainable

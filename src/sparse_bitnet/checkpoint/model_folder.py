@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 EXPORTED_FORMAT = "sparse_bitnet_format"
-"""Key of config.json under which an export remembers the training format; other readers ignore it."""
+"""Key of config.json in which an export records the training format; other readers ignore it."""
 LINEAR_NORMS = "linear_norms_epsilon"
 """Key of config.json of packed models that have a norm in each linear."""
 WITHOUT_IMPORT = dict.fromkeys(
@@ -269,7 +269,7 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
 
     repository, file, revision = named.groups()
     try:
-        # One request that answers at once where there is no network.
+        # One request that fails at once without network.
         if file is not None:
             return Path(hf_hub_download(repository, file, revision=revision))
         wanted = list(patterns)
@@ -312,10 +312,10 @@ class WeightFiles:
 
     @classmethod
     def in_folder(cls, folder: Path) -> "WeightFiles":
-        """The files that the folder's index names; without an index, every model*.safetensors.
+        """Open the files that the folder's index names; without an index, every model*.safetensors.
 
         Raises `UserError` for a folder without such files, a damaged one, or one that the index names
-        but that is not there.
+        but that does not exist.
         """
         index, whole = folder / INDEX_FILE, folder / "model.safetensors"
         if not index.is_file() or whole.is_file():
@@ -331,7 +331,7 @@ class WeightFiles:
         return cls([file_inside(folder, name) for name in names])
 
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
-        """The same tensors under other names."""
+        """Return the same tensors under other names."""
         files = copy.copy(self)
         for field in ("shapes", "dtypes", "_places"):
             setattr(files, field, {new(name): each for name, each in getattr(self, field).items()})
@@ -341,7 +341,8 @@ class WeightFiles:
         return name in self.shapes
 
     def read(self, name: str, part: slice = slice(None)) -> "Tensor":
-        """A tensor in its stored dtype, or some of its rows. Raises `UserError` where it is missing."""
+        """Return a tensor in its stored dtype, or some of its rows. Raises `UserError` if it is
+        missing."""
         if name not in self._places:
             raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
         path, stored = self._places[name]

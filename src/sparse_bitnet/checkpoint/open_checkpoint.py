@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening a stored model by the name that a user gives: the one entry point of every command."""
+"""Opens a stored model by the name that a user gives: the one entry point of every command."""
 
 import importlib
 from pathlib import Path
@@ -126,7 +126,7 @@ def open_ternary(path: str | Path) -> Checkpoint:
 
 
 _REFUSED = {"foreign": "is not importable", "packed": "is not packed"}
-"""Accepted kinds -> what a model of another kind is not."""
+"""Accepted kinds -> description of an accepted model, for the error."""
 _REMEDIES = {
     "dense": (
         "it is a plain model; `sparse-bitnet distill {name} OUT` (in Python, convert_) makes a ternary "

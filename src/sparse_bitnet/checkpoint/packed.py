@@ -2,8 +2,8 @@
 """Folders that `sparse-bitnet pack` wrote: their tensors, and how transformers loads them.
 
 Opening one imports no torch. When transformers loads one, the whole file is checked before a weight is
-used: header, sizes, the checksum of every tensor, that no tensor is missing, and on decoding that every
-byte is one the format has and that codes keep to the pattern.
+used: header, sizes, the checksum of every tensor, and that no tensor is missing. Decoding checks that
+every byte is valid in the format and that codes keep to the pattern.
 """
 
 import math

@@ -83,7 +83,7 @@ def drop_old(run: Path, keep: int) -> None:
 
 
 def clean_run(run: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove the half-written files of a killed process."""
     for folder in (run, run / "checkpoints"):
         if folder.is_dir():
             remove_leftovers(folder)
@@ -226,7 +226,7 @@ def _read_metadata(shards: Path) -> Any:
         for place in metadata.storage_data.values():
             if place.relative_path != Path(place.relative_path).name:
                 raise ValueError(f"it names {place.relative_path!r}, which is not in its folder")
-    except Exception as error:  # of bytes that anyone made, anything
+    except Exception as error:  # untrusted bytes can raise anything
         raise ValueError(f".metadata is damaged: {error}") from error
     there = sum(path.stat().st_size for path in shards.glob("*.distcp"))
     if asked > there:

@@ -29,7 +29,7 @@ IDS = BEGINS - np.uint32(1)
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 _START, _END = "\ufdd0", "\ufdd1"
-"""Noncharacters, which no text holds: they enclose what a template marks."""
+"""Noncharacters, which no text contains; they enclose the spans that a template marks."""
 
 _MARK = f"{{% macro the_answer() %}}{_START}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
 

@@ -49,7 +49,7 @@ Reader = Callable[[Path, str | None], Iterator[Row]]
 """Reads a file; with a column, that one alone is needed."""
 
 Check = Callable[[Mapping[str, Any], str, str], str]
-"""(row, column, where) -> the document, "" for none; `SkippedRow` for what is not one."""
+"""(row, column, where) -> the document, "" for none. Raises `SkippedRow` for a row without one."""
 
 
 def check_text(row: Mapping[str, Any], column: str, where: str) -> str:
@@ -107,8 +107,8 @@ class FileSource:
     def matching(cls, patterns: Sequence[str], **options: Any) -> "FileSource":
         """Return every file that the paths, globs (`**` included) and folders name, each once.
 
-        A folder stands for all files of the known kinds below it; what a pattern matches is taken
-        in sorted order. Raises `UserError` for a pattern that matches nothing.
+        A folder stands for all files of the known kinds below it; files that a pattern matches are
+        sorted. Raises `UserError` for a pattern that matches nothing.
         """
         name, paths = ", ".join(patterns), dict[Path, None]()
         with os_errors_as(f"cannot read {name}"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of prepared data: its format, its manifest, and whether its shards are as they were written.
 
-    manifest.json                        what the data is; written last: its presence means "complete"
+    manifest.json                        describes the data; written last: its presence means "complete"
     train-00000.bin, train-00001.bin ... token ids, little endian and nothing else: uint16 where the
     validation-00000.bin ...             vocabulary has at most 65,536 tokens, uint32 above
     tokenizer/                           the tokenizer, as transformers saves it

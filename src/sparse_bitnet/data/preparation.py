@@ -86,12 +86,12 @@ def prepare(
 ) -> Manifest:
     """Tokenise `source` into the folder `out`; the end token follows each document.
 
-    A folder that already holds this very preparation is verified; an unfinished one is resumed.
-    Text that spells a special token is tokenised as text, so a document cannot end early.
+    A folder that already holds this very preparation is verified; an unfinished one is resumed. Text
+    that spells a special token is tokenised as text, so a document cannot end early.
 
     Args:
         source: the text, from `sources.parse_source`.
-        out: folder, made if needed; see `manifest` for what it then holds.
+        out: folder, created if needed; `manifest` describes its content.
         tokenizer: a fast transformers tokenizer, its folder, or its hub id; or
         vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
         eos_token, shard_tokens, chat: the options of `sparse-bitnet prepare`.

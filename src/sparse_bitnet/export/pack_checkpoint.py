@@ -130,7 +130,7 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
     sizes = []
     for format in dict.fromkeys((metadata.packed_format, *FORMATS)):
         if needs_exact(format) and checkpoint.format.quantizer != "binary":
-            continue  # that quantizer alone never gives zero for what it keeps
+            continue  # only that quantizer gives no zeros at kept positions
         weight_bytes = scale_bytes + sum(
             rows * row_bytes(format, metadata.pattern, in_features, layer=name)
             for name, (rows, in_features) in metadata.layers.items()

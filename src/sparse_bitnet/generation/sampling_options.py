@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the next token is chosen: the options, of commands and requests alike. Imports nothing heavy."""
+"""Sampling options of commands and requests. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class SamplingOptions:
     """Amount subtracted once from the logit of each token that the generated text has."""
 
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Tokens, each once, and what is added to their logits."""
+    """Numbers to add to the logits of tokens; each token once."""
 
     seed: int = 0
     """Random seed for sampling; the same seed gives the same text."""

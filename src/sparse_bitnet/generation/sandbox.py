@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import llguidance
 
 _MOST_BYTES = 512 << 20
-"""Limit of the address space; Python and what it loads take a tenth of it."""
+"""Limit of the address space; Python and its modules use a tenth of it."""
 _STACK = 1 << 20
 """Bytes; the server's threads have twice as many or more, so that what fits here fits there."""
 SECONDS = {"template": 2.0, "grammar": 0.5}

@@ -101,7 +101,7 @@ class Scheduler:
         """Most tokens of one generation, prompt included."""
         self.max_running = max_running
         self.delivered: Callable[[], None] = lambda: None
-        """Called when what a forward, or a step, has brought was delivered; must not block."""
+        """Called after the outputs of a forward or a step were delivered; must not block."""
         self._engine = engine
         self._slices = (prefill_slice, max(prefill_slice, _PREFILL_ALONE))
         self._most_scored = max(1, min(_PREFILL_ALONE, (1 << 25) // engine.vocab_size))

@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 _LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
-"""Subclasses of `nn.Linear` that compute what it does; others may not use their forward at all."""
+"""Subclasses of `nn.Linear` with its forward; other subclasses may compute something else."""
 
 _FUSED = "transformers.integrations.moe"
 """Module that defines the gate of fused experts; families with a gate of their own are not converted."""

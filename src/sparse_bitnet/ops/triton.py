@@ -2,8 +2,8 @@
 """The CUDA kernels, in Triton, compiled on first use: each function is the kernel of the op of its name.
 
 Selection: ternary codes and the mask, as bools or bits, in one pass over the weights.
-A tile is [groups, lanes], a group of m weights to a row. Which n are kept follows from picking: the
-largest n one after another, or the smallest m - n to be dropped, whichever is shorter; 6:8 and 2:4
+A tile is [groups, lanes], a group of m weights to a row. The n kept weights are picked one by one: the
+n largest, or the m - n smallest to be dropped, whichever takes fewer picks; 6:8 and 2:4
 take two picks. Magnitudes are compared as integers, as `nm_mask_reference` does.
 
 Activations: one program a token, which holds the whole token in registers: [quads, 4], since four columns
@@ -41,7 +41,7 @@ def readable(x: Tensor) -> Tensor:
 
 @triton.jit
 def float32_bits(value):
-    """int32 bits of what was loaded from a `readable` tensor.
+    """Return the float32 bits, as int32, of a value loaded from a `readable` tensor.
 
     Shifting a bfloat16 is exact for denormals and NaN too, which conversions do not promise.
     """

@@ -2,7 +2,7 @@
 """Codes to packed bytes and back, exactly: the plain reference of every packed format, as
 csrc/packed_format.h lays them out.
 
-`pack` and `unpack` take arrays or torch's tensors, and return what they were given. Importing this module
+`pack` and `unpack` accept arrays or torch's tensors, and return the same kind. Importing this module
 imports no torch. The functions of `ROWS` take and return arrays of whole rows: int8 codes [rows,
 in_features] within the pattern, and uint8 bytes [rows, row_bytes]. Unpacking raises `DamagedBytes` for
 bytes to which no codes are packed.

@@ -72,11 +72,11 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """A packed checkpoint's file, mapped into memory, its header checked.
+    """A packed checkpoint's file, mapped into memory, with its header checked.
 
     Attributes:
         path: path of the file.
-        metadata: what the writer was given, plus "crc32".
+        metadata: the writer's metadata, plus "crc32".
         entries: the tensors by name.
     """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a request's body to its generations, or to tokens. It runs beside the event loop: large bodies
-take a while, and what is too much is refused before anything is built of it."""
+take a while, and too large ones are refused before anything is built from them."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence

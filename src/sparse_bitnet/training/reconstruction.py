@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-wise reconstruction: where a student starts, before it is trained end to end.
+"""Block-wise reconstruction: initialises a student before it is trained end to end.
 
-Block after block, the converted block learns to give what the teacher's block gives, from the student's
-own stream as its input. It takes minutes, and saves most of the tokens that a plain conversion needs to
-recover.
+One block after another, the converted block learns to reproduce the output of the teacher's block, from
+the student's own hidden states as its input. It takes minutes, and saves most of the tokens that a plain
+conversion needs to recover.
 """
 
 import math
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 DEFAULT_WINDOWS = 64
 EPOCHS = 4
 WINDOWS = 4
-"""Windows in an optimiser step."""
+"""Windows per optimiser step."""
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 8
 _LEAST_SQUARE = 1e-3
-"""Smallest mean square of a token's target that its error is divided by."""
+"""Lower limit of the mean square by which a token's error is divided."""
 
 
 def start_from_teacher_(
@@ -79,19 +79,19 @@ def reconstruct_(
     seed: int = 0,
     report: OnProgress = lambda done, total: None,
 ) -> list[float]:
-    """Train the student's blocks, one after another, on what their teacher's blocks give.
+    """Train the student's blocks, one after another, to reproduce the outputs of their teacher's blocks.
 
     Args:
         student: converted, with float32 parameters; changed in place.
         teacher: model of the same shape, on the same device.
-        batch: calibration data: token ids, int64 [windows, tokens], and positions where windows hold
+        batch: calibration data: token ids, int64 [windows, tokens], and positions if windows hold
             several texts.
         dtype: compute type.
-        seed: of the order of the windows.
-        report: called with the number of finished blocks, and of all.
+        seed: random seed for the order of the windows.
+        report: called with the number of finished blocks and the number of all.
 
     Returns the mean relative squared error of each block in its last epoch. Raises `UserError` for
-    models of unlike shapes.
+    models of different shapes.
     """
     blocks, originals = blocks_of(student), blocks_of(teacher)
     sizes = [model.config.get_text_config().hidden_size for model in (student, teacher)]
@@ -134,14 +134,15 @@ def reconstruct_(
 
 
 class _Reached(Exception):
-    """The first block was called, and nothing behind it is needed."""
+    """Raised once the first block is called, since nothing after it is needed."""
 
 
 @torch.no_grad()
 def _first_inputs(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return what the first block gets: [windows, tokens, hidden], and its further arguments by name."""
+    """Return the input of the first block, [windows, tokens, hidden], and its further arguments by
+    name."""
     given: dict[str, Any] = {}
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
@@ -165,7 +166,7 @@ def _output(block: nn.Module, stream: Tensor, named: dict[str, Any]) -> Tensor:
 
 
 def _relative_error(output: Tensor, target: Tensor) -> Tensor:
-    """Mean over tokens of the mean squared error, divided by the token's mean square."""
+    """Return the mean over tokens of the mean squared error, divided by the token's mean square."""
     output, target = output.float(), target.float()
     scale = target.square().mean(-1).clamp_min(_LEAST_SQUARE)
     return ((output - target).square().mean(-1) / scale).mean()

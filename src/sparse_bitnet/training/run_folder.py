@@ -5,7 +5,7 @@ checkpoints hold all it takes to resume as if never stopped, with any other numb
     sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>" and
                       "exp_avg_sq/<parameter>", float32; "mask/<layer>", the words of its last mask;
                       "rng/cpu", "rng/cuda"; every process writes its rows
-    model/            config.json, generation_config.json: what a model folder has beside its weights
+    model/            config.json, generation_config.json: the files of a model folder beside its weights
     train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
 
 The folder of a checkpoint gets its name from the first process when every file is on the disk; only then
