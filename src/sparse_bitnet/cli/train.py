@@ -219,9 +219,9 @@ def print_comparison(perplexity: float, config: TrainConfig) -> None:
 
     first = read_rows(Path(config.out) / METRICS_FILE)[0]
     perplexities = {
-        "teacher": first.get("teacher_perplexity"),
-        "student, before training": first["validation_perplexity"],
-        "student, now": perplexity,
+        "teacher's perplexity": first.get("teacher_perplexity"),
+        "student's before training": first["validation_perplexity"],
+        "student's now": perplexity,
     }
     for name, value in perplexities.items():
         if value is not None:
