@@ -39,7 +39,7 @@ ONE_SHOT = (
 
 
 def perplexity(model: Any, config: TrainConfig) -> float:
-    """Over the run's held-out text."""
+    """Return the perplexity of the run's held-out text."""
     cpu = torch.device("cpu")
     loss, held_out = SummedLoss(model), held_out_windows(config)
     mean, _ = validation_loss(loss, config, held_out, device=cpu, dtype=torch.float32)
@@ -47,7 +47,7 @@ def perplexity(model: Any, config: TrainConfig) -> float:
 
 
 def calibrated(config: TrainConfig) -> float:
-    """One-shot: the masks of 64 windows of training text."""
+    """Return the one-shot result: masks from 64 windows of training text."""
     loader = TokenLoader(TokenDataset.open(config.data), sequence_length=128, batch_size=8, seed=0)
     model = from_pretrained(config.init, dtype=torch.float32)
     batches = (loader.batch(step)[0] for step in range(8))
@@ -59,7 +59,7 @@ def calibrated(config: TrainConfig) -> float:
 def rows(
     base: dict[str, Any], teacher: str, runs: Path, one_shot: bool
 ) -> Iterator[dict[str, Any]]:
-    """Measure each method in turn; yields one result row each."""
+    """Measure each method in turn; yield one result row each."""
     for format in ONE_SHOT if one_shot else ():
         config = TrainConfig(**base, init=teacher, format=format)
         yield {"method": "one-shot", "format": format, "perplexity": calibrated(config)}

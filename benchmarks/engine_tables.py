@@ -36,7 +36,8 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
 
 
 def peers_best() -> str:
-    """One row an engine with the machine's best instruction set, at its best number of threads."""
+    """Return one row per engine, with the machine's best instruction set and its best number of
+    threads."""
     rows = read("peers", model="qwen2.5-1.5b")
     native = next(row["isa"] for row in rows if row.get("engine", OURS) != OURS)
     best: dict[str, dict[str, float]] = {}

@@ -29,7 +29,7 @@ PROMPT = "hello"
 
 
 def sizes(packages: Path) -> list[dict]:
-    """Rows of the packages in a site-packages folder, the largest first."""
+    """Return rows of the packages in a site-packages folder, the largest first."""
     code, bytecode = Counter(), Counter()
     for path in packages.rglob("*"):
         name = path.relative_to(packages).parts[0].partition("-")[0].partition(".")[0]

@@ -78,7 +78,7 @@ class Litespark:
         )
 
     def prefill(self, tokens: int) -> float:
-        """Seconds for a prompt of so many tokens, with the logits of the last one."""
+        """Return the seconds for a prompt of `tokens` tokens, with the logits of the last one."""
         state = self._runtime.init_state(self._model, t_max=self._context_length)
         prompt = np.random.default_rng(0).integers(0, self._vocab, tokens).tolist()
         began = time.perf_counter()
@@ -92,7 +92,7 @@ class Litespark:
         return seconds
 
     def decode(self, steps: int) -> float:
-        """Seconds a token for `steps` tokens, one at a time."""
+        """Return the seconds per token over `steps` tokens, one at a time."""
         state = self._runtime.init_state(self._model, t_max=self._context_length)
         began, token = time.perf_counter(), 1
         for _ in range(steps):

@@ -45,14 +45,14 @@ class LlamaCpp:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
     def prefill(self, tokens: int, threads: int) -> float:
-        """Seconds for a prompt of so many tokens, with the logits of the last one."""
+        """Return the seconds for a prompt of `tokens` tokens, with the logits of the last one."""
         self._start(threads)
         began = time.perf_counter()
         self._append(tokens)
         return time.perf_counter() - began
 
     def decode(self, steps: int, context: int, threads: int) -> float:
-        """Seconds a token for `steps` tokens, one at a time, behind `context` tokens."""
+        """Return the seconds per token over `steps` tokens, one at a time, after `context` tokens."""
         self._start(threads)
         self._append(context)
         began = time.perf_counter()

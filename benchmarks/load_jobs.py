@@ -43,12 +43,12 @@ class Job:
 
 
 def lengths(count: int, longest: int, rng: random.Random) -> list[int]:
-    """Mostly short, some long."""
+    """Return prompt lengths, most of them short and some long."""
     return [max(1, int(longest * rng.random() ** 3)) for _ in range(count)]
 
 
 def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespace) -> list[Job]:
-    """Prompts and their serial continuations."""
+    """Return prompts with their serial continuations."""
     opened = open_model(checkpoint, engine)
     rng = random.Random(0)
     context = min(opened.engine.context_length, options.context)

@@ -27,7 +27,7 @@ LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 
 @dataclass(frozen=True)
 class Engine:
-    """One line of the result: an engine, what it runs, and how many threads it has."""
+    """One row of the result: an engine, its model, and its number of threads."""
 
     name: str
     type: str
@@ -40,7 +40,7 @@ class Engine:
 
 
 def engines_of(folder: Path, options: argparse.Namespace, stack: ExitStack) -> list[Engine]:
-    """All that the options of peers.py ask for, loaded; `stack` ends them."""
+    """Load all engines that the options of peers.py name; `stack` ends them."""
     return [
         *our_engines(folder, options, stack),
         *llama_cpp_engines(folder, options, stack),
@@ -110,7 +110,8 @@ def litespark_engines(
 
 
 def gguf_file(folder: Path, type: str) -> Path:
-    """The model exported for llama.cpp, beside the packed folder; made unless it is there."""
+    """Return the model exported for llama.cpp, beside the packed folder; it is created unless it
+    exists."""
     out = folder.with_name(f"{folder.name}-gguf-{type}")
     path = out / f"model-{type.upper()}.gguf"
     if not path.is_file():
@@ -147,7 +148,8 @@ def other_engines(folder: Path, options: argparse.Namespace) -> Iterable[Engine]
 
 
 def llama_bench(command: list[str], phase: str, tokens: int) -> float:
-    """Seconds of one prompt or one token, from a llama-bench that runs it once after its warm-up."""
+    """Return the seconds of one prompt or one token, from a llama-bench that runs it once after its
+    warm-up."""
     command = [*command, "-r", "1", "-o", "json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

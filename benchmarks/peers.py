@@ -1,25 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our CPU engine against others, on the same random model, in one go.
-
-    pip install ".[llama-cpp,export]"               # builds llama.cpp
-    python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
-    python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
-    python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
-    python benchmarks/peers.py --type --isa avx2 --llama-bench PATH --gguf FILE --built-for avx2
-    pip install --no-deps litespark-inference       # needs what is there already
-    python benchmarks/peers.py --model bitnet-2b4t --type --litespark
-    python benchmarks/peers.py --model qwen3-8b --scale-group 128 --type q2_0
-
-llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
-library of llama-cpp-python. Other engines built on it are given as their llama-bench with a file of
-theirs, or with the type of the exported one; both options may be repeated, pair by pair. A peer is
-compared with our code for the instruction set that the peer was built for (`--built-for`; by default the
-best one of this machine). --litespark adds
-litespark-inference, which has BitNet b1.58 alone, on a random model of the same shape. Every engine lives
-in a process of its own and waits idle while another one is measured; they take turns in another order
-each round, and medians are reported. Ours and theirs read about as many bytes for the head: 8 bits a
-weight plus scales.
-"""
+"""Compares our CPU engine with others on the same random model, in one run."""
 
 import argparse
 import importlib.util
@@ -74,7 +54,7 @@ def measure_all(
     meters: list[RooflineMeter],
     progress: Progress,
 ) -> dict[tuple[int, str], list[float]]:
-    """Seconds of every round, by place in `engines` and phase."""
+    """Return the seconds of every round, by place in `engines` and phase."""
     phases = {"prefill": options.prompt, "decode": options.steps}
     groups = [[(place, phase) for place in range(len(engines))] for phase in phases]
     seconds: dict[tuple[int, str], list[float]] = {job: [] for group in groups for job in group}

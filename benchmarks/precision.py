@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close the CPU engine is to the PyTorch reference, and what its smaller numbers cost.
-
-    python benchmarks/precision.py PACKED_FOLDER TEXT      # a packed model, a text file it has not seen
-
-Logits on every position, greedy continuations of 200 tokens and perplexity against the transformers model
-of the same folder in float32, and how far that model is from itself with its other implementation of
-attention, which adds in another order; then the perplexity of the engine with each type of output head
-and of cached keys and values. Appends rows to benchmarks/results/.
-"""
+"""Difference between the CPU engine and the PyTorch reference, and the cost of smaller number formats."""
 
 import argparse
 import math
@@ -46,7 +38,7 @@ def engine_logits(engine: Engine, tokens: list[int], context: int) -> np.ndarray
 
 
 def greedy(step, prompt: list[int]) -> list[int]:
-    """NEW_TOKENS tokens; `step` takes the tokens that are new and returns logits."""
+    """Return NEW_TOKENS tokens; `step` maps the new tokens to logits."""
     text, new = [], prompt
     for _ in range(NEW_TOKENS):
         text.append(int(np.argmax(step(new))))

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A packed folder of a preset's shape with random weights, to measure servers and engines with.
-
-    python benchmarks/random_model.py OUT --model qwen2.5-1.5b
-    python benchmarks/random_model.py OUT --model qwen2.5-0.3m --tokenizer FOLDER
-
-With a tokenizer of one's own, the model takes its vocabulary, and its chat template comes along.
-"""
+"""Writes a packed folder of a preset's shape with random weights, for measuring servers and engines."""
 
 import argparse
 from pathlib import Path

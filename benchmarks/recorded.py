@@ -14,7 +14,7 @@ Row = dict
 
 
 class NothingRecorded(Exception):
-    """There are no rows of a kind."""
+    """Raised if there are no rows of a kind."""
 
 
 def record(kind: str, rows: Iterable[Row], out: Path | None = None, **more: object) -> Path:
@@ -38,7 +38,8 @@ def files(kind: str) -> list[Path]:
 
 
 def read(kind: str, **where: object) -> list[Row]:
-    """Rows of the newest run of a kind that has some with the given values. Raises `NothingRecorded`."""
+    """Return rows of the newest run of a kind that has some with the given values. Raises
+    `NothingRecorded`."""
     for path in files(kind):
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         if chosen := [row for row in rows if all(row[name] == where[name] for name in where)]:
@@ -49,7 +50,7 @@ def read(kind: str, **where: object) -> list[Row]:
 def markdown(
     head: Sequence[str], lines: Sequence[Sequence[str]], row: Row, command: str, note: str = ""
 ) -> str:
-    """A table and where it was measured."""
+    """Return a table, and the hardware and versions of its measurement."""
     rows = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
     table = "\n".join("| " + " | ".join(line) + " |" for line in rows)
     versions = row["versions"]
@@ -58,11 +59,12 @@ def markdown(
 
 
 def filled(columns: Sequence[tuple[str, str]], rows: Sequence[Row], command: str) -> str:
-    """`markdown` of a line for each row: heads, and what `str.format` makes of the row's values."""
+    """Return `markdown` with one line per row: table heads, each with a format string for the row's
+    values."""
     lines = [[cell.format_map(row) for _, cell in columns] for row in rows]
     return markdown([head for head, _ in columns], lines, rows[0], command)
 
 
 def threads_heads(what: str, threads: Sequence[int]) -> list[str]:
-    """A head for each number of threads."""
+    """Return a table head for each number of threads."""
     return [f"{what}, {count} thread{'s' * (count > 1)}" for count in threads]

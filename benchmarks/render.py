@@ -23,7 +23,7 @@ TABLES = vars(engine_tables) | vars(training_tables)
 
 
 def render(text: str) -> str:
-    """The document with its tables made anew."""
+    """Return the document with its tables rendered again."""
 
     def table(match: re.Match[str]) -> str:
         try:

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second with and without draft tokens, on texts that people wrote.
-
-    python benchmarks/speculation.py PACKED TOKENIZER --text edit BEFORE AFTER --text book BEGINNING REST
-
-The engine computes everything; then each token's logits are put in favour of the token that the text
-has there. A random model of a real shape so writes a real text, as a model would that knows it: the
-speeds are the engine's, and draft tokens and acceptance the text's. In turns, without and with,
-from one cached prompt, greedy. Appends rows to benchmarks/results/.
-"""
+"""Tokens per second with and without draft tokens, on texts written by people."""
 
 import argparse
 import time

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed of this checkout and of another one, some steps of each in turn, on one thread.
-
-    python benchmarks/training_speed.py DATA OTHER [SIZE...]     # OTHER: a built checkout of other code
-
-Each trains a ternary 6:8 model in a process of its own, compiled here, by default there;
-seconds are the processor's, so that other work on the machine counts for little. DATA is prepared text
-with a vocabulary of 1,024. A row a size is added to benchmarks/results/.
-"""
+"""Training speed of this checkout and of another one: a few steps of each in turn, on one thread."""
 
 import argparse
 import json
@@ -49,7 +42,7 @@ train(config, on_step=on_step)
 
 
 class Child:
-    """One checkout, training a step whenever it is asked to."""
+    """One checkout in a child process, which trains a step on request."""
 
     def __init__(self, source: Path, config: dict[str, Any]) -> None:
         paths = {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}

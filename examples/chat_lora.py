@@ -60,7 +60,7 @@ def tiny(rows: list[dict]) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def main(steps: int = 20) -> tuple[float, float, float]:
-    """Returns the loss before training, with the adapters, and merged."""
+    """Return the loss before training, with the adapters, and after merging them."""
     rows = conversations()
     model, tokenizer = tiny(rows)
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ def tiny_llama() -> PreTrainedModel:
 
 
 def main(path_or_hub_id: str | None = None, text_form: str = "ternary-6:8") -> PreTrainedModel:
-    """Returns the model as it was loaded back."""
+    """Convert, train one step, save and load; return the loaded model."""
     if path_or_hub_id is None:
         model = tiny_llama()
     else:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A score of one's own, in a training run: weights of loud columns are kept first.
-
-python examples/own_score.py
-"""
+"""A user-defined score in a training run: weights in columns with a large norm are kept first."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +9,7 @@ from sparse_bitnet import convert_, register_score, selected
 
 @register_score("column-norm")
 def column_norm(weight: torch.Tensor, *, power: float = 0.5) -> torch.Tensor:
-    """|weight| times a power of the norm of its column."""
+    """Return |weight| times a power of the norm of its column."""
     return weight.abs() * weight.norm(dim=0, keepdim=True) ** power
 
 

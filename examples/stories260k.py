@@ -28,7 +28,7 @@ MULTIPLE = 8
 
 
 def read_model(path: Path) -> LlamaForCausalLM:
-    """llama2.c's first format: seven int32 sizes, then float32 matrices, layers of a kind together."""
+    """Read llama2.c's first format: seven int32 sizes, then float32 matrices, grouped by kind."""
     raw = path.read_bytes()
     hidden, inner, layers, heads, kv_heads, vocab, positions = struct.unpack_from("<7i", raw)
     values = np.frombuffer(raw, "<f4", offset=28)
@@ -88,7 +88,7 @@ def read_model(path: Path) -> LlamaForCausalLM:
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A score, a length and the bytes of every token; merges are found again from the scores."""
+    """Read a score, a length and the bytes of every token; merges are derived from the scores."""
     raw, position = path.read_bytes(), 4
     vocab: dict[str, int] = {}
     scores: dict[str, float] = {}
@@ -123,7 +123,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int) -> list[str]:
-    """Stories drawn from the model's own distribution."""
+    """Return stories sampled from the model's own distribution."""
     torch.manual_seed(0)
     texts: list[str] = []
     while len(texts) < count:

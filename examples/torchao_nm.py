@@ -25,13 +25,13 @@ from sparse_bitnet.pattern import NMPattern
 
 
 class NMWeight(BitNetTrainingLinearWeight):
-    """A master weight of which n of every m along `in_features` take part in products."""
+    """A master weight of which products use n of every m weights along `in_features`."""
 
     pattern = NMPattern(6, 8)
     """N:M pattern of all instances; a subclass sets another pattern."""
 
     def masked_codes(self, scale: Tensor) -> Tensor:
-        """int8 [out_features, in_features] in {-1, 0, 1}."""
+        """Return int8 codes [out_features, in_features] in {-1, 0, 1}."""
         codes, _ = select_ternary(self._data, scale, self.pattern.n, self.pattern.m)
         return codes
 
@@ -53,7 +53,7 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 def apply_nm_(model: nn.Module, weight_class: type[NMWeight] = NMWeight) -> nn.Module:
-    """Give every linear layer of a model, but not its head, such a weight; returns `model`."""
+    """Give every linear layer of a model, except its head, an `NMWeight`; return `model`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             weight_class.pattern.check_divides(module.in_features, name)

@@ -55,7 +55,7 @@ class NMLinear(SparseBitLinear, Module):
 
 
 class NMConverter(ModelConfigConverter):
-    """Exchanges the configs of plain linear layers."""
+    """Replaces the configs of plain linear layers by those of N:M ternary layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):

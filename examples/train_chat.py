@@ -39,7 +39,7 @@ def write_model(folder: Path) -> None:
 
 
 def main(steps: int = 150) -> str:
-    """Returns what the packed model answers to "2 and 3"."""
+    """Train, pack and run the model; return its answer to "2 and 3"."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small sparse ternary Qwen2 under `transformers.Trainer`, on text that every machine has.
-
-    python examples/transformers_trainer.py
-
-The text is source files of Python's standard library, one byte a token. Trainer prints loss, flip rate
-of the masks and zero fraction of the codes as training goes on, then the loss on a file that was not
-trained on.
-"""
+"""Train a small sparse ternary Qwen2 under `transformers.Trainer`, on text that every machine has."""
 
 import sysconfig
 import tempfile
@@ -24,7 +17,7 @@ SEQUENCE_LENGTH = 128
 
 
 class Bytes(Dataset):
-    """Non-overlapping windows of text files, one byte a token."""
+    """Non-overlapping windows of text files, with one token per byte."""
 
     def __init__(self, *names: str) -> None:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -41,7 +34,7 @@ class Bytes(Dataset):
 
 
 def main(steps: int = 60) -> Trainer:
-    """Returns the trainer, whose `state.log_history` holds what was printed."""
+    """Train; return the trainer, whose `state.log_history` holds the printed metrics."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs in benchmarks/ as modules, for the tests of their parts."""
+"""Loads the scripts in benchmarks/ as modules, for tests of their parts."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def load_script(name: str) -> ModuleType:
-    """The module of benchmarks/NAME.py, whose main program does not run."""
+    """Return the module of benchmarks/NAME.py without running its main program."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return importlib.import_module(name)

@@ -27,7 +27,7 @@ except ImportError:
 
 
 class SkipWithoutExtras:
-    """Asked last, for what is not there: a module or a test that imports it is skipped."""
+    """Import finder that comes last: skips a module or a test that imports a missing package."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:

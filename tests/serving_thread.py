@@ -28,7 +28,7 @@ END = 256
 
 
 def byte_tokenizer() -> TextTokenizer:
-    """A token for each byte, and a special one, `END`, that ends a text."""
+    """Return a tokenizer with one token per byte, and a special token `END` that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -40,7 +40,7 @@ def byte_tokenizer() -> TextTokenizer:
 
 @dataclass
 class Running:
-    """A server that takes requests."""
+    """A running server."""
 
     url: str
     scheduler: ThreadedScheduler

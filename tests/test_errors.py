@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of others in one line."""
+"""Errors of libraries become one line."""
 
 import pytest
 

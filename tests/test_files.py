@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Either the old content or the whole new one, whatever happens in between."""
+"""Files and folders have the old or the whole new content, whatever happens in between."""
 
 import errno
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch recipes: shell that parses, options that exist, a manifest of the operator's form."""
+"""Launch recipes: shell scripts parse, options exist, the Kubernetes manifest is valid."""
 
 import re
 import subprocess

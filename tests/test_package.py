@@ -115,7 +115,7 @@ def test_available_cores_keep_to_the_quota_of_a_container(
 
 
 def test_generating_imports_no_more_than_it_takes() -> None:
-    """Half a second to the first token leaves no room for what is not used."""
+    """Half a second to the first token leaves no room for unused imports."""
     heavy = [
         "asyncio",
         "unittest",

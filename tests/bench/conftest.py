@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A preset small enough to write in an instant, whose rows fill the blocks of every format."""
+"""A preset small enough to write at once, whose rows fill the blocks of every format."""
 
 from pathlib import Path
 

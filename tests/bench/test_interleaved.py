@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run over processes that only pretend, and one of the engine."""
+"""A whole `bench` run with fake child processes, and one with the engine."""
 
 import io
 import json

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the README and the docs are what benchmarks/render.py makes of the result files."""
+"""The tables of the README and the docs are as benchmarks/render.py renders them from the result
+files."""
 
 from pathlib import Path
 from types import ModuleType

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any JSON in the place of a folder's own is answered in one line, without memory or time without end.
-
-`SPARSE_BITNET_FUZZ=5000`: so many changes of each kind of folder, instead of 25.
-"""
+"""Any JSON in a model folder is read or refused in one line, within limits of memory and time."""
 
 import contextlib
 import copy

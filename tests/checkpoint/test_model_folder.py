@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One set of messages for the JSON files of a model folder."""
+"""Error messages for the JSON files of a model folder."""
 
 from pathlib import Path
 

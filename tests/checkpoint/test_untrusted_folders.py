@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that mean harm: code that no command runs, paths that lead out, files that never end."""
+"""Hostile model folders: code that must not run, paths that lead outside, files without end."""
 
 import contextlib
 import io
@@ -280,7 +280,7 @@ def test_weights_in_another_basis_are_refused(
 
 
 def test_quantization_that_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -> None:
-    """It takes the weights of an unknown method as they are, and drops tensors that have no place."""
+    """transformers uses the weights of an unknown method unchanged, and drops unknown tensors."""
     folder = shutil.copytree(models / "trained", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     part = "model.layers.0.mlp.up_proj"

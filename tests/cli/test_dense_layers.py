@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--dense-layers` says the same on every command that takes a format or a pattern."""
+"""`--dense-layers` means the same in every command with a format or a pattern."""
 
 import json
 

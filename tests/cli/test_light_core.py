@@ -83,7 +83,7 @@ def test_a_packed_model_runs_without_torch_and_other_commands_say_what_they_need
     "SPARSE_BITNET_TEST_WHEEL" not in os.environ, reason="needs a wheel and an index"
 )
 def test_installed_wheel_does_the_same(tmp_path_factory):
-    """In an empty environment, within its size."""
+    """An empty environment with the wheel alone works, and stays within its size."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=True)
     python = folder / "bin/python"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command, file and name in the README and the docs is there, options included."""
+"""Every command, file, option and name in the README and the docs exists."""
 
 import argparse
 import ast

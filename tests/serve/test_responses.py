@@ -129,7 +129,7 @@ def test_unsupported_parameters_are_refused(more, message):
 
 
 def test_other_kinds_of_items_and_tools_are_dropped_and_named():
-    """Codex asks with its own kinds, one call at a time, and schemas that no grammar knows."""
+    """Codex sends kinds of its own, one call at a time, and schemas that no grammar supports."""
     odd = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}
     request = {
         "input": [

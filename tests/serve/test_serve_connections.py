@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect, as what, and for how long: raw requests over real sockets."""
+"""Connections over real sockets: which hosts and origins may connect, and for how long."""
 
 import socket
 from contextlib import suppress

@@ -21,7 +21,7 @@ DAMAGED = "its weights are damaged"
 
 
 def damaged_after(tokens, size):
-    """Logits that now and then are no numbers, as of damaged memory, or forbid most tokens."""
+    """Return logits that are sometimes NaN, as from damaged memory, or forbid most tokens."""
     logits = logits_after(tokens, size)
     match int(logits[0] * 1e4) % 97:
         case 0:
@@ -101,7 +101,7 @@ good_chats = st.fixed_dictionaries(
 
 
 def encoded(body):
-    """Return JSON with what JSON has no form for: NaN, infinities, halves of characters."""
+    """Return JSON with values that JSON does not have: NaN, infinities, lone surrogates."""
     return json.dumps(body).encode("utf-8", "surrogatepass")
 
 

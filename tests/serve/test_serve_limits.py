@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def endless(tokens, size):
-    """Text that never ends by itself."""
+    """Return logits of text that never ends by itself."""
     logits = logits_after(tokens, size)
     logits[END] = -100
     return logits
@@ -102,7 +102,7 @@ def test_client_that_leaves_ends_its_generation(kind, monkeypatch):
 
 
 def raw_request(url, head, body=b"", read=True):
-    """Bytes as they are; returns the status of the answer."""
+    """Send raw bytes; return the status of the answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(head.replace(b"\n", b"\r\n") + b"\r\n\r\n" + body)
@@ -169,7 +169,7 @@ serve_in_this_process(grace=float(sys.argv[2]))
 
 
 def serve_in_this_process(grace):
-    """In a child process: signals go to its main thread."""
+    """Serve in a child process, whose main thread gets the signals."""
     engine, bound = slow(), listen("127.0.0.1", 0)
     app, scheduler, _ = application(engine, template=None, max_running=1)
     print(bound.getsockname()[1], flush=True)

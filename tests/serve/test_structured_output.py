@@ -23,7 +23,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, 
 
 
 def ending_soon(tokens, size):
-    """Likes what ends values, so that texts do."""
+    """Return logits that prefer tokens which end JSON values, so that outputs end."""
     logits = logits_after(tokens, size)
     logits[[*TOKENIZER.encode('"}'), END]] += 6
     logits[TOKENIZER.encode(" \n\t\r")] -= 30
@@ -123,7 +123,7 @@ def test_every_name_of_other_grammars_constrains_the_output(client, more, texts)
 
 
 def test_slow_grammars_delay_no_other_requests(client, monkeypatch):
-    """More of them than the server has threads."""
+    """There are more slow grammars than the server has threads."""
     start, has_begun, may_end = TokenGrammars.start, threading.Event(), threading.Event()
 
     def slow(grammars, grammar):

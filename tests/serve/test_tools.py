@@ -45,7 +45,7 @@ def function(name, parameters, **more):
 
 
 def read(syntax, text, size):
-    """Content and calls of a text that comes in pieces of this size."""
+    """Return content and calls of a text that comes in pieces of this size."""
     reader = ToolCallReader(syntax, frozenset({"weather", "time"}))
     pieces = []
     for start in range(0, len(text), size):
@@ -139,7 +139,7 @@ def test_syntax_is_that_of_the_template():
 
 
 def saying(text, certainty=9, mark="<assistant>"):
-    """Logits of a model that says this after a prompt, and then ends."""
+    """Return logits of a model that writes this text after a prompt, and then ends."""
     script = [*TOKENIZER.encode(text), END]
     mark = TOKENIZER.encode(mark)
 
@@ -267,7 +267,7 @@ STRICT = function("weather", PARAMETERS, strict=True)
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("more", [{}, {"parallel_tool_calls": False}, {"tools": [STRICT]}])
 def test_a_call_in_a_thought_is_content(more, opened):
-    """Whether the model opens it or the prompt, whole, streamed and as a response."""
+    """This holds whether the model or the prompt opens the thought; whole, streamed and as a response."""
     call = '{"name": "weather", "arguments": {"city": "Bern"}}'
     template = QWEN + "<think>" * opened
     draft = "<think>" * (not opened) + f"\n{tagged(call)}\n</think>"

@@ -17,12 +17,12 @@ def qwen2():
 
 
 def doge():
-    """Its mask is one for each head."""
+    """A model with one mask per head."""
     return transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES))
 
 
 def bart():
-    """A decoder that could attend to an encoder."""
+    """A decoder with optional attention to an encoder."""
     sizes = {
         "d_model": 64,
         "decoder_ffn_dim": 96,
@@ -34,7 +34,7 @@ def bart():
 
 
 def inkling():
-    """With a bias of positions, in windows and without."""
+    """A model with a position bias, with and without windows."""
     sizes = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
     sizes |= {"d_rel": 8, "rel_extent": 64, "sliding_window_size": 50, "local_layer_ids": [0]}
     module = pytest.importorskip("transformers.models.inkling.modeling_inkling")

@@ -22,7 +22,7 @@ from sparse_bitnet.training.trainer import train
 
 
 def interrupted(config, step):
-    """The folder of its newest checkpoint after a Ctrl-C in a step."""
+    """Folder of the newest checkpoint after a Ctrl-C in a step."""
 
     def on_step(row):
         if row["step"] == step:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of several processes that is not at its end can be read by whoever reads models."""
+"""An unfinished run of several processes can be read by commands that read models."""
 
 import shutil
 from pathlib import Path

@@ -34,7 +34,7 @@ def chosen(text: str) -> tuple[np.ndarray, ...]:
 
 
 def kept(scores: np.ndarray, n: int, m: int) -> np.ndarray:
-    """The n highest of each group, the first of equals."""
+    """Return the n highest of each group; ties keep the first."""
     groups = scores.reshape(scores.shape[0], -1, m)
     order = np.argsort(-groups, axis=-1, kind="stable")
     mask = np.zeros_like(groups)
