@@ -4,10 +4,10 @@
     pip install ".[fine-tuning]" --constraint constraints.txt
     python examples/chat_lora.py
 
-The model is tiny and random, the conversations are made up: what it shows is how the parts fit. peft's
-own adapters stand beside each layer; only the assistant's tokens count. Merging writes into the weight
-that is quantised, so it costs what the rounding of the adapter costs: the loss before and after is
-printed.
+The model is tiny and random and the conversations are made up: the example shows how the parts fit
+together. peft's adapters run beside each layer, and only the assistant's tokens count in the loss.
+Merging adds an adapter to the weight, which is then quantised. This rounds the adapter, so the script
+prints the loss before and after.
 """
 
 import tempfile

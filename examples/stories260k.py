@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pretrained model of 260,000 weights that writes stories, as a transformers folder, and its stories.
+"""Convert a pretrained model of 260,000 weights to a transformers folder, and sample stories from it.
 
 python examples/stories260k.py stories260K.bin tok512.bin OUT [STORIES]
 
-The files are those of karpathy/tinyllamas (stories260K), in the format of llama2.c. OUT/model gets the
-model and its tokenizer, OUT/stories.jsonl as many sampled stories as asked for (2,000): text of the kind
-that it knows, to distil it with:
+The files are those of karpathy/tinyllamas (stories260K), in the format of llama2.c. The script writes the
+model and its tokenizer to OUT/model, and STORIES sampled stories (2,000) to OUT/stories.jsonl. To distil
+the model on them:
 
     sparse-bitnet prepare OUT/stories.jsonl OUT/data --tokenizer OUT/model
     sparse-bitnet distill OUT/model OUT/run --data OUT/data --format ternary-6:8 --steps 400

@@ -3,8 +3,8 @@
 
     pip install torchtitan && python examples/torchtitan_nm.py
 
-torchtitan builds models from a tree of configs; a converter exchanges configs in that tree before
-anything is built. A run of one's own is a function that returns a complete config with it:
+torchtitan builds models from a tree of configs; a converter replaces configs in that tree before the
+model is built. Your run is a function that returns a complete config with the converter:
 
     def qwen3_nm() -> Trainer.Config:
         run = qwen3_debugmodel()
@@ -12,9 +12,9 @@ anything is built. A run of one's own is a function that returns a complete conf
         run.model_spec = model_registry("debugmodel", converters=[converter])
         return run
 
-Loop, optimiser, FSDP2 and checkpoints stay torchtitan's: masters travel whole, in the type of its mixed
-precision, and every forward selects its mask anew. Tensor parallelism, which may cut groups of the
-pattern, is refused. `sparse-bitnet train` sends 2 bits a weight and selects once a step.
+Loop, optimiser, FSDP2 and checkpoints stay torchtitan's. FSDP2 sends whole master weights in the type of
+its mixed precision, and every forward pass selects the mask again; `sparse-bitnet train` sends 2 bits per
+weight and selects once a step. Tensor parallelism is refused, because it can cut groups of the pattern.
 """
 
 from dataclasses import dataclass, field, fields

@@ -3,8 +3,9 @@
 
     python examples/train_chat.py
 
-The model is tiny and random and learns to add; one of yours, and `--lora 8` to train adapters alone, go
-the same way. In a shell `sparse-bitnet chat packed` or `sparse-bitnet serve packed` would come last.
+The model is tiny and random and learns to add. The same steps work for your model, and with `--lora 8`,
+which trains adapters alone. In a shell, the last step would be `sparse-bitnet chat packed` or
+`sparse-bitnet serve packed`.
 """
 
 import json
