@@ -163,14 +163,14 @@ def comparison_table(rows: Mapping[str, pd.DataFrame]) -> Table:
         for format, own in rows.items()
     ]
     notes = [
-        "full and ternary are the paper's BF16 and BitNet. PPL: held-out perplexity, Δ % over the "
-        "dense model of the same format. zeros: share of zero weights in the forward. flips: share "
-        "of mask positions that changed at the last step."
+        "full and ternary: the paper's BF16 and BitNet. PPL: held-out perplexity. Δ %: PPL relative "
+        "to the dense model of the same weight format. zeros: share of zero weights in the forward "
+        "pass. flips: share of mask positions that changed in the last step."
     ]
     first, sparse, *_ = rows
     if (seeds := len(rows[first])) > 1:
         notes.append(
-            f"Mean of {seeds} seeds, below it least..greatest; Δ pairs models of one seed."
+            f"Mean of {seeds} seeds, with the range below it; Δ compares models of the same seed."
         )
     return Table(beside_paper(columns, sparse.partition("-")[2], 0), notes)
 

@@ -249,7 +249,7 @@ def write_weight_report(
 def summary_table(checkpoints: Sequence[CheckpointWeights]) -> Table:
     """Return one line per checkpoint."""
     wholes = [pool(each.layers) for each in checkpoints]
-    heads = ("near-zero mass", "zero codes", "zeros in the forward")
+    heads = ("near-zero mass", "zero codes", "zeros after the mask")
     return table(
         {"checkpoint": each.label, "layers": f"{len(each.layers)}", "weights": f"{whole.weights:,}"}
         | {h: f"{100 * v:.1f} %" for h, v in zip(heads, shares(whole).values(), strict=True)}

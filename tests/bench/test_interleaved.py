@@ -141,7 +141,7 @@ def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) ->
     text = console.file.getvalue()
     for word in (
         "prefill 9",
-        "decode behind 0, batch 1",
+        "decode, context 0, batch 1",
         "i2, int8, 2 threads, generic",
         "TOP/s",
         "1.8",

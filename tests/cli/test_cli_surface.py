@@ -87,6 +87,7 @@ BAD_OPTIONS = [
     (["export", "run", "--format", "x"], "--format is not an option (did you mean --to?)"),
     (["train", "--stepz", "1"], "--stepz"),
     (["export", "run", "out"], "--to is missing; see sparse-bitnet export --help"),
+    (["train", "--resume", "run"], "--resume is not an option (did you mean --out?)"),
     (["train", "--lr", "1"], "--lr is not an option (did you mean --learning-rate?)"),
     (["train", "--recip", "paper"], "--recip is not an option (did you mean --recipe?)"),
     (["train", "--out", ""], "--out: it is empty"),

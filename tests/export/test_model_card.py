@@ -38,7 +38,7 @@ def test_card_has_recipe_pattern_data_and_perplexity(run: Path, format: str) -> 
     for part in (
         "# small-run",
         "| pattern | 6:8 (keeps 75%) |",
-        "| steps | 1,234 of 4,096 tokens |",
+        "| steps | 1,234, each of 4,096 tokens |",
         "| learning rate | 0.003, cosine",
         "part-7.jsonl ...",
         "| validation perplexity | 12.346 |",

@@ -89,11 +89,11 @@ def test_verdict_states_values_and_limits(models):
     text = verdict(models())
     for words in ("+4.0 %", "-0.5 %", "+5.5 % and +1.2 %", "indicative", "--seeds 3"):
         assert words in text
-    assert "not been trained long enough" in text
+    assert "trained too briefly" in text
     several = verdict(models(3))
     assert "for 3 of 3 seeds" in several
     assert "(+4.0.." in several
-    assert "long enough" not in several
+    assert "too briefly" not in several
 
 
 ROW = {

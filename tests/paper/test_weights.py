@@ -228,7 +228,7 @@ def test_the_command_shows_names_as_they_are(ours, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("checkpoints", "pattern", "message"),
     [
-        ([], "6:8", "CHECKPOINT ... is missing"),
+        ([], "6:8", "CHECKPOINT is missing"),
         (["run"], "8:8", "keeps every weight"),
         (["./nowhere"], "6:8", "no such checkpoint"),
         (["run"], "5:9", "divide|multiple|9"),

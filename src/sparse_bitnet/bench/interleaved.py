@@ -265,7 +265,7 @@ def table(rows: list[Row]) -> "Table":
         for row in own:
             what = f"  prefill {row['tokens']}"
             if row["phase"] == "decode":
-                what = f"  decode behind {row['tokens']}, batch {row['batch']}"
+                what = f"  decode, context {row['tokens']}, batch {row['batch']}"
             share, limit = row["int8_share"], f"{row['int8_ops_per_second'] / 1e12:.2f} TOP/s"
             if (row["memory_share"] or 0.0) > share:
                 share, limit = row["memory_share"], f"{row['read_bytes_per_second'] / 1e9:.1f} GB/s"

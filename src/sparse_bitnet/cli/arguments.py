@@ -45,7 +45,8 @@ _ELSEWHERE = {
     **{"--n-predict": ("--max-tokens",), "--max-new-tokens": ("--max-tokens",)},
     **{"--temp": ("--temperature",), "--system-prompt": ("--system",), "-s": ("--seed",)},
     **{"--lr": ("--learning-rate",), "--epochs": ("--steps",), "--max-steps": ("--steps",)},
-    **dict.fromkeys(("-o", "--out", "--output", "--output-dir"), ("OUT", "[OUT]", "--out")),
+    **dict.fromkeys(("-o", "--output", "--output-dir", "--resume"), ("OUT", "[OUT]", "--out")),
+    "--out": ("OUT", "[OUT]"),
 }
 """Options of other commands and tools, each with those of ours that an error names instead."""
 _MAY_BE_EMPTY = ("prompt", "system", "stop", "regex", "dense_layers", "api_key")

@@ -216,8 +216,8 @@ def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
         # Network, hub client, loading script and files fail in as many ways as there are of them.
         if any(frame.f_code.co_name == "download" for frame in frames):
             raise UserError(
-                f"{failure}: its data set cannot be loaded ({reason}); without network give a folder of "
-                "data sets, or of task files, by --include-path"
+                f"{failure}: its data set cannot be loaded ({reason}); without a network, name a folder "
+                "of data sets or task files with --include-path"
             ) from error
         raise UserError(f"{failure}: lm-eval: {messages[0] if messages else reason}") from error
     finally:
