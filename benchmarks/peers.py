@@ -1,5 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares our CPU engine with others on the same random model, in one run."""
+"""Compares our CPU engine with others on the same random model, in one run.
+
+    pip install ".[llama-cpp,export]"               # builds llama.cpp
+    python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
+    python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
+    python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
+    python benchmarks/peers.py --type --isa avx2 --llama-bench PATH --gguf FILE --built-for avx2
+    pip install --no-deps litespark-inference       # its dependencies are already installed
+    python benchmarks/peers.py --model bitnet-2b4t --type --litespark
+    python benchmarks/peers.py --model qwen3-8b --scale-group 128 --type q2_0
+
+llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
+library of llama-cpp-python. For other engines built on llama.cpp, give their llama-bench with a file of
+theirs, or with the type of the exported file; both options may be repeated, pair by pair. A peer is
+compared with our code for the instruction set that the peer was built for (`--built-for`; default: the
+best one of this machine). --litespark adds litespark-inference, which supports BitNet b1.58 only, on a
+random model of the same shape. Every engine has a process of its own, which is idle while another
+engine is measured. Engines take turns, in another order each round, and medians are reported. All
+engines read about as many bytes for the head: 8 bits per weight plus scales.
+"""
 
 import argparse
 import importlib.util

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a packed folder of a preset's shape with random weights, for measuring servers and engines."""
+"""Writes a packed folder of a preset's shape with random weights, for measuring servers and engines.
+
+    python benchmarks/random_model.py OUT --model qwen2.5-1.5b
+    python benchmarks/random_model.py OUT --model qwen2.5-0.3m --tokenizer FOLDER
+
+With --tokenizer, the model gets that tokenizer's vocabulary and chat template.
+"""
 
 import argparse
 from pathlib import Path

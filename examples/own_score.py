@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user-defined score in a training run: weights in columns with a large norm are kept first."""
+"""A user-defined score in a training run: weights in columns with a large norm are kept first.
+
+python examples/own_score.py
+"""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up results of finished experiments, of which the right answer is known."""
+"""Made-up results of finished experiments, for which the right verdicts are known."""
 
 import dataclasses
 import json

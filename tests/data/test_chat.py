@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations: what of them is learnt, and how they share windows."""
+"""Conversations: which tokens are learnt, and how conversations share windows."""
 
 import copy
 import datetime

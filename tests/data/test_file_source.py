@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of every kind: what is read of them, which rows are skipped, and which files are refused."""
+"""Files of every kind: their documents, skipped rows, and refused files."""
 
 import csv
 import gzip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the run-time format: measured once, remembered, never in the way."""
+"""The choice of the run-time format: measured once, remembered, and never a cause of failure."""
 
 import json
 from collections.abc import Callable

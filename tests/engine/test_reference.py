@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine over transformers: its logits are the model's, whatever way the tokens came in."""
+"""The engine over transformers returns the model's logits, however the tokens were fed."""
 
 import numpy as np
 import pytest

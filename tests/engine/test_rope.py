@@ -71,7 +71,7 @@ def test_frequencies_of_hunyuan_are_those_of_transformers() -> None:
 
 
 def old_form(config: dict[str, Any]) -> dict[str, Any]:
-    """The form that transformers 4 wrote."""
+    """Return the fields as transformers 4 wrote them."""
     fields = dict(config.pop("rope_parameters"))
     theta = fields.pop("rope_theta")
     fields["type"] = fields.pop("rope_type")

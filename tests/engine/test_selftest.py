@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine without Python, cross-compiled and emulated, writes the ids that the engine writes here."""
+"""The engine without Python, cross-compiled and emulated, writes the same token ids as the engine
+here."""
 
 import os
 import shutil

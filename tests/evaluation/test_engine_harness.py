@@ -53,7 +53,8 @@ doc_to_text: "{text}"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(tmp_path_factory):
-    """No survey of the machine, which takes seconds; data sets are cached below a temporary folder."""
+    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a temporary
+    folder."""
     import datasets
 
     with pytest.MonkeyPatch.context() as patch:

@@ -55,7 +55,8 @@ metric_list:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path_factory):
-    """No survey of the machine, which takes seconds; data sets are cached below a temporary folder."""
+    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a temporary
+    folder."""
     import datasets
 
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)

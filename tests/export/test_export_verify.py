@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification: finds what is wrong, says what is missing, and speaks through the exit code."""
+"""Verification detects differences, names missing packages, and sets the exit code."""
 
 import dataclasses
 import importlib.util

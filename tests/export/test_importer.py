@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing what other tools, and our own exports, hold."""
+"""Import of other tools' folders, and of our own exports."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model cards: what the run tells, how each tool loads the model."""
+"""Model cards state the run's data, and how each tool loads the model."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening what is to be exported."""
+"""Opening checkpoints for export."""
 
 import json
 import shutil

@@ -101,7 +101,7 @@ def random_schema(rng, depth=3):
 
 
 def check(grammars, seed):
-    """Whether the text has ended; one that has is as its schema says."""
+    """Return whether the text has ended; if so, check that it fits its schema."""
     schema = random_schema(random.Random(seed))
     generation = written(grammars, Grammar.json_schema(schema), seed)
     if generation.finish_reason != "stop":

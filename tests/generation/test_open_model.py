@@ -167,7 +167,7 @@ def test_generate_continues_a_prompt_in_python(folder, capsys):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_experts_and_other_layers_are_named(tmp_path: Path, family: str) -> None:
-    """Whether it is packed or not: the way is another engine, not packing."""
+    """The error recommends another engine, not packing, whether the folder is packed or not."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(EngineLacks, match=f"not '{family}'; use --engine transformers"):
         open_engine(tmp_path, EngineOptions(engine="cpu"))

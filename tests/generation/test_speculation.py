@@ -33,12 +33,13 @@ def tokenizer():
 
 
 def repeating(tokens, size):
-    """After each token mostly the same one, so that texts come to repeat themselves."""
+    """Return logits that mostly repeat one successor of each token, so that texts repeat themselves."""
     return logits_after(tokens[-1:], size)
 
 
 class FixedCosts(ForwardCosts):
-    """Independent of the time: so much for each further token, as a share of the first."""
+    """Costs that do not depend on measured time: a fixed share of the first token for each further
+    one."""
 
     def __init__(self, share=0.1):
         super().__init__()
@@ -62,7 +63,7 @@ def engine_of(logits=repeating, **options):
 
 
 def texts_of(engine, requests, speculation=None, **options):
-    """Everything that comes out of each of them."""
+    """Return the complete output of each request."""
     outputs = {}
 
     def deliver(generation, output):
@@ -113,7 +114,7 @@ def test_speculation_changes_no_text(request_of):
 
 
 def test_drafts_never_break_a_grammar():
-    """Guesses that the form forbids among them: only a text's own tokens move its state on."""
+    """Drafts include tokens that the grammar forbids; only the text's own tokens advance its state."""
     pytest.importorskip("llguidance")
     grammar = Grammar.regex(r"(\{\"(id|name)\": [0-9]{1,4}\}, ?)*end")
     matcher = TokenGrammars(BYTES, 300, frozenset({END})).start(grammar)

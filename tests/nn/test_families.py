@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families beyond plain decoders: what `convert_` finds in them, and that what is saved loads again."""
+"""Families beyond plain decoders: `convert_` recognises their layers, and saved models load again."""
 
 import warnings
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-bitnet pack`: what it writes and what it says."""
+"""`sparse-bitnet pack`: its files and its output."""
 
 from collections.abc import Callable
 from pathlib import Path

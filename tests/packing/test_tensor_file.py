@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file: any safetensors reader opens it; ours accepts nothing that was not written so."""
+"""The tensor file: any safetensors reader opens it; ours accepts only files of its own writer."""
 
 import json
 import zlib

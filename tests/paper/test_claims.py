@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on the paper's claims, from made-up results of which the right answer is known."""
+"""Verdicts on the paper's claims, from made-up results for which the right verdicts are known."""
 
 import dataclasses
 import math
