@@ -36,7 +36,7 @@ def test_a_child_answers_and_lives_on_after_a_refusal() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(ECHO, "ended early, with exit code 1"), ("import sys; sys.exit(3)", "exit code 3")],
+    [(ECHO, r"process died \(exit code 1\)"), ("import sys; sys.exit(3)", "exit code 3")],
 )
 def test_a_child_that_ends_is_named_with_its_exit_code(code: str, words: str) -> None:
     with Child(("-c", code)) as child:

@@ -20,13 +20,13 @@ from sparse_bitnet.packing.two_bits import unpack_codes
 
 
 def fake_quantize_ternary(weight: Tensor) -> Tensor:
-    """Return codes times scale, in the shape and dtype of `weight`, with the identity as gradient."""
+    """Return the ternary weight, codes times scale, in the dtype of `weight`; identity gradient."""
     codes, scale = quantize_ternary(weight)
     return straight_through(weight, (codes * scale).to(weight.dtype))
 
 
 def fake_quantize_int8(x: Tensor) -> Tensor:
-    """Return codes times scale, in the shape and dtype of `x`, with the identity as gradient."""
+    """Return the int8 activation, codes times scale, in the dtype of `x`; identity gradient."""
     codes, scale = quantize_int8(x)
     return straight_through(x, (codes * scale).to(x.dtype))
 

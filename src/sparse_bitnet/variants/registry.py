@@ -120,7 +120,8 @@ def register_score(
     gradient: Callable[..., Any] | None = None,
     sees_inputs: bool = False,
 ) -> Callable[[F], F]:
-    """Register `function(weight, *, fields) -> Tensor`; the n highest scores of every group are kept.
+    """Decorator that registers `function(weight, *, fields) -> Tensor`; the n highest of every group are
+    kept.
 
     Args:
         name: letters, digits, dashes and underscores, as the text form has it.
@@ -138,7 +139,7 @@ def register_score(
 
 
 def register_quantizer(name: str) -> Callable[[F], F]:
-    """Register `function(weight, mask, *, fields) -> (codes, weight_scale)`.
+    """Decorator that registers `function(weight, mask, *, fields) -> (codes, weight_scale)`.
 
     Codes are -1, 0 or 1 in the weight's shape; pruned ones are set to 0 afterwards. The scale is
     float32: one value, [rows, 1], or [rows, groups], where groups divides in_features. `mask` is bool,
@@ -150,8 +151,8 @@ def register_quantizer(name: str) -> Callable[[F], F]:
 def register_activation(
     name: str, *, transform: Callable[..., Any] | None = None
 ) -> Callable[[F], F]:
-    """Register `function(x, *, fields) -> (codes, activation_scale)`: int8 [..., features] and float32
-    [..., 1].
+    """Decorator that registers `function(x, *, fields) -> (codes, activation_scale)`: int8 [...,
+    features] and float32 [..., 1].
 
     Args:
         name: as the text form has it.
@@ -162,7 +163,8 @@ def register_activation(
 
 
 def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
-    """Register `function(progress, n, m, *, fields) -> (kept, blend)`, called before every step.
+    """Decorator that registers `function(progress, n, m, *, fields) -> (kept, blend)`, called before
+    every step.
 
     `progress` is the share of steps that are done, 0 <= progress < 1; n:m is the format's pattern. The
     step keeps `kept` of every m weights (m: dense). Its forward mixes quantised values (share `blend`)
