@@ -9,7 +9,7 @@ constexpr int tile_vectors = FLOAT_REGISTERS == 32 ? 4 : 2;
 // Rows whose scores against a page are held at a time.
 constexpr int score_rows = 48;
 
-// From so many rows on a page is converted to floats once instead of in every product.
+// With at least this many rows, a page is converted to floats once instead of in every product.
 constexpr std::int64_t rows_to_widen = 13;
 
 // c [ROWS, VECTORS * width] = (factors ? c * factors[row] : 0) + a [ROWS, depth] b [depth, ...], each

@@ -38,7 +38,7 @@ struct PageAttention {
   std::int64_t head_dim, rows, group;
   std::int64_t visible;  // keys up to and with the first token's own, counted from the page's start; one
                          // more for each next token
-  std::int64_t window;   // of those the last so many are seen
+  std::int64_t window;   // number of the last ones that a token sees
   const float* queries;  // [rows, head_dim], row = token * group + head, scaled, times log2_e
   // Of those, with int8 and int4 only: [rows, four_dim] with a scale a row, and the sums of the rows.
   const std::int8_t* query_codes;

@@ -57,7 +57,7 @@ struct MatmulKernels {
   void (*multiply)(const Activations& x, const std::int32_t* group_sums, const Product& product,
                    std::int64_t begin, std::int64_t end, MatmulScratch& scratch);
 
-  // For matrix units: activations of so many tokens and more are to be arranged in tiles; 0: never.
+  // For matrix units: from this many tokens on, activations are arranged in tiles; 0: never.
   std::int64_t tiles_from;
 
   // y[:, begin:end] of matmul_table, any number of tokens.

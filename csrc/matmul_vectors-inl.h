@@ -12,7 +12,7 @@ using Floats = Vector<float>;
 
 INLINE Bytes load_bytes(const void* from) { return load<Bytes>(from); }
 
-// Sums in lanes that may be narrower, into which so many dot_codes fit.
+// Sums in lanes that may be narrower, and how many dot_codes they can hold.
 #if defined(NARROW_SUMS)
 using Small = Vector<std::int16_t>;
 constexpr std::int64_t small_dots = 64;

@@ -16,7 +16,7 @@ struct RooflineLoops {
   // Reads [data, data + bytes), bytes a multiple of 1024, as four walks through its quarters at once:
   // memory with several banks gives more to several streams.
   void (*read)(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes);
-  // `count` rounds of multiply-adds, of so many operations each.
+  // `count` rounds of multiply-adds, each of this many operations.
   void (*int8)(std::int64_t count);
   std::int64_t int8_ops;
 };

@@ -18,7 +18,7 @@ from sparse_bitnet.training.config import TrainConfig
 
 DENSE_PATTERN = "8:8"
 PAPER_SWEEP = ("8:8", "7:8", "6:8", "5:8", "2:4", "3:8", "2:8")
-"""In the order of the paper's figure; 2:4 stands where 4:8 would, whose density it has."""
+"""Patterns of the paper's figure, in its order; 2:4 replaces 4:8, which has the same density."""
 
 
 def four_formats(pattern: str) -> tuple[str, str, str, str]:
@@ -50,7 +50,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """One size of the whole set of experiments."""
+    """Models, text and recipe of the whole set of experiments, at one budget."""
 
     name: str
     summary: str
@@ -95,7 +95,7 @@ class Scale:
 
 
 def smoke() -> Scale:
-    """Every experiment in seconds, for tests: the numbers mean nothing."""
+    """Return a scale that runs every experiment in seconds, for tests: the numbers mean nothing."""
     return Scale(
         name="smoke",
         summary="every experiment in seconds, to test the machinery; the numbers mean nothing",
@@ -122,7 +122,7 @@ def smoke() -> Scale:
 
 
 def cpu() -> Scale:
-    """The whole set on two CPU cores, on text that every Python installation holds."""
+    """Return the whole set for two CPU cores, on text that every Python installation holds."""
     return Scale(
         name="cpu",
         summary="the whole set on 2 CPU cores in 1 to 2.5 hours, on Python's standard library",
@@ -148,7 +148,7 @@ def cpu() -> Scale:
 
 
 def gpu() -> Scale:
-    """The whole set on one H200 in 25 minutes, on the installed Python packages or a text folder.
+    """Return the whole set for one H200 (25 minutes), on the installed Python packages or a text folder.
 
     Four runs share the GPU, since models this small leave it waiting for the next kernel.
     """
@@ -181,7 +181,7 @@ def gpu() -> Scale:
 
 
 def paper() -> Scale:
-    """The paper's own sizes: about 50 B tokens of RefinedWeb for each of more than 18 models."""
+    """Return the paper's own sizes: about 50 B tokens of RefinedWeb for each of more than 18 models."""
     recipe = recipes.paper_tuned()
     sizes = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
     return Scale(

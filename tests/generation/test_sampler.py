@@ -202,7 +202,7 @@ def test_logits_that_are_no_numbers_are_refused(bad, others):
         {"temperature": 1e-4},
         {"temperature": 100},
         {"temperature": 1e-4, "top_p": 5e-324, "min_p": 1},
-        {"temperature": 1e-4, "repetition_penalty": 100, "top_k": 10**400},
+        {"temperature": 1e-4, "repetition_penalty": 100, "top_k": 2**63 - 1},
         {"repetition_penalty": 0.01, "top_p": 1 - 2**-53, "min_p": 5e-324},
     ],
 )

@@ -130,4 +130,4 @@ ARCHITECTURES = (
     _BITNET._replace(name="bitnet-25"),
     _BITNET._replace(fields=_SILU),
 )
-"""All architectures. Of two with one name, the second is for files with windows or norms in linears."""
+"""All architectures. If two share a name, the second is for files with windows or norms in linears."""

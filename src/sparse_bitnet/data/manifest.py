@@ -69,7 +69,7 @@ class SplitManifest:
 
 @dataclass(frozen=True, kw_only=True, config=_NO_MORE)
 class Overlap:
-    """How much of the held-out text stands in the training text, verbatim."""
+    """Share of the held-out text that also occurs in the training text, verbatim."""
 
     window_tokens: Count
     windows: Count

@@ -17,7 +17,7 @@ RANGES = {
 use: a penalty of 100 already forbids, a temperature of 100 already draws from all tokens alike."""
 
 _GREEDY_BELOW = 1e-4
-"""Temperatures that leave the likeliest token alone anyway, and make logits overflow."""
+"""Lower temperatures always choose the likeliest token, and would make logits overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def convert_(
         )
     if filter_fn is None:
         dense = {module for name, module in candidates.items() if config.keeps_dense(name)}
-        _tell_what_stays(model, set(targets.values()), dense)
+        _warn_of_dense_weights(model, set(targets.values()), dense)
     norms = {} if calibration is None else input_norms(model, linear, config, calibration)
     layers: dict[nn.Module, nn.Module] = {}
     for name, module in candidates.items():
@@ -130,7 +130,7 @@ def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
         ) from error
 
 
-def _tell_what_stays(model: nn.Module, owners: set[nn.Module], dense: set[nn.Module]) -> None:
+def _warn_of_dense_weights(model: nn.Module, owners: set[nn.Module], dense: set[nn.Module]) -> None:
     """Warn about weight matrices, or stacks of them, in the blocks that are neither converted nor
     `dense`; raise `UserError` if they hold most weights. Embeddings, convolutions and norms do not
     count."""

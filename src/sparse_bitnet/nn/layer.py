@@ -222,7 +222,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         if selection is None:
             selection = self.select()
         gradient_mask = self._gradient_mask(selection, self.weight)
-        x, codes, scale = self._taken(input), selection.codes, selection.weight_scale
+        x, codes, scale = self._transformed(input), selection.codes, selection.weight_scale
         if codes is not None and scale is not None and self.config.activation != "none":
             if selection.value is None:
                 return ternary_int8_linear(
@@ -243,7 +243,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             weight = straight_through(weight, effective, gradient_mask)
         return F.linear(self.inputs.fake_quantize(x, selection.blend), weight, self.bias)
 
-    def _taken(self, input: Tensor) -> Tensor:
+    def _transformed(self, input: Tensor) -> Tensor:
         """Return the transformed input, to be quantised; update the norms if the score needs them."""
         x = self.inputs.transform(input)
         if self._seen is not None and self.training and torch.is_grad_enabled():
@@ -254,8 +254,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @torch.no_grad()
     def end_step_(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        """After the backward passes of a step, add the score's extra gradient and update the input
-        norms.
+        """Add the score's extra gradient and update the input norms, after the backward passes of a
+        step.
 
         Args:
             reduce: sums a tensor over the processes whose inputs count together.

@@ -262,7 +262,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_once_(loss: nn.Module, last: bool) -> None:
-    """Before each forward of a step: keep gathered parameters until the `last` of its backwards.
+    """Keep gathered parameters until the `last` backward of a step; call this before each forward.
 
     This holds for the root's group, and for blocks if they are ternary. Gradients are summed over the
     processes in the last backward only. A model that is not split is unchanged.

@@ -116,7 +116,7 @@ class ShardedSparseBitLinear(SparseBitLinear):
     def forward(self, input: Tensor) -> Tensor:
         gathered, scale = self.gathered, self.selection.weight_scale
         assert gathered is not None, "forward before a gather"
-        x = self._taken(input)
+        x = self._transformed(input)
         if self.packed is None or scale is None or self.config.activation == "none":
             value = gathered
             if self.packed is not None and scale is not None:
