@@ -178,7 +178,7 @@ def test_pipes_and_endless_files_are_refused(folder: Path) -> None:
     check_folder(folder)
     with open(folder / "generation_config.json", "wb") as file:
         file.truncate(129 << 20)
-    with pytest.raises(UserError, match="more than the 134,217,728 that are read of it"):
+    with pytest.raises(UserError, match="more than the maximum of 134,217,728"):
         check_folder(folder)
 
 

@@ -192,11 +192,14 @@ def test_templates_that_leave_nothing_to_learn_are_refused(
     text = json.dumps(conversation("one?", "two", "three?", "one"))
     last = BY_PROMPTS.replace("{{ m.content }}", "{{ m.content if loop.last else '' }}")
     for template, message in (
-        (last, "message 2 of .* in another way"),
+        (last, "message 2 follows"),
         ("{{ raise_exception('no such roles') }}", "refuses .*no such roles"),
         ("{{ messages[0", "the chat template refuses"),
-        (BY_MARKS.replace("== 'assistant'", "== 'robot'"), "leaves nothing to learn"),
-        ("{% set all %}" + BY_MARKS + "{% endset %}{{ all[:-3] }}", "changes what it marks"),
+        (BY_MARKS.replace("== 'assistant'", "== 'robot'"), "marks nothing to learn"),
+        (
+            "{% set all %}" + BY_MARKS + "{% endset %}{{ all[:-3] }}",
+            "changes text that it has marked",
+        ),
     ):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         with pytest.raises(UserError, match=message):

@@ -106,7 +106,7 @@ def test_a_given_pattern_is_checked(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w8a8"))
     dense = import_checkpoint(tmp_path / "out", tmp_path / "dense", pattern=NMPattern(8, 8))
     assert dense.format.pattern.is_dense
-    with pytest.raises(UserError, match=r"codes do not keep to the pattern 2:8.*--pattern 8:8"):
+    with pytest.raises(UserError, match=r"codes do not fit the pattern 2:8.*--pattern 8:8"):
         import_checkpoint(tmp_path / "out", tmp_path / "no", pattern=NMPattern(2, 8))
     with pytest.raises(UserError, match="64 is not a multiple of 5"):
         import_checkpoint(tmp_path / "out", tmp_path / "no", pattern=NMPattern(2, 5))
@@ -196,7 +196,7 @@ def test_bitnet_b1_58_keeps_its_architecture(tmp_path: Path) -> None:
     source = open_checkpoint(tmp_path / "packed")
     assert torch.equal(source.ternary(name).codes, ours.get_submodule(name).select().codes)
     for packed in (None, "auto"):
-        with pytest.raises(UserError, match=r"codes do not keep to the pattern 2:4.*--pattern 8:8"):
+        with pytest.raises(UserError, match=r"codes do not fit the pattern 2:4.*--pattern 8:8"):
             import_checkpoint(
                 tmp_path / "published", tmp_path / "no", pattern=NMPattern(2, 4), packed=packed
             )
@@ -215,18 +215,18 @@ def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
         (
             "weight_scale",
             lambda t: t * torch.arange(1, 193)[:, None],
-            "several scales, which masters cannot have: import it with --packed-format auto",
+            "several scales, which only packed folders hold: import it with --packed-format auto",
         ),
         ("weight_scale", lambda t: t * 0, "weight scale is not a positive number"),
         (
             "weight_scale",
             lambda t: t * 0 + 3e38,
-            "which masters can have: import it with --packed-format auto",
+            "the range of master weights: import it with --packed-format auto",
         ),
         (
             "weight_scale",
             lambda t: t * 0 + 3e-6,
-            "which masters can have: import it with --packed-format auto",
+            "the range of master weights: import it with --packed-format auto",
         ),
     ],
 )
@@ -258,7 +258,7 @@ def change_entry(folder: Path, change) -> None:
         ),
         (
             lambda e: e["config_groups"]["group_0"]["weights"].update(strategy="group"),
-            "weights of strategy 'group', not channel or tensor",
+            "weights have strategy 'group', not channel or tensor",
         ),
     ],
 )
@@ -321,7 +321,7 @@ NORM = "model.layers.1.input_layernorm.weight"
         ({f"{LAYER}.weight_scale": None}, rf"{LAYER}\.weight"),
         ({f"{LAYER}.weight_zero_point": torch.ones(1)}, "weight_zero_point"),
         ({"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}, r"layers\.2\.mlp"),
-        ({NORM: torch.ones(63)}, r"layernorm.weight is F32 \[63\], its config.json asks"),
+        ({NORM: torch.ones(63)}, r"layernorm.weight is F32 \[63\], its config.json needs"),
         ({NORM: torch.ones(64, dtype=torch.int32)}, "needs floats"),
         ({f"{LAYER}.weight_scale": torch.ones(3)}, r"weight_scale|is not part of"),
         ({f"{LAYER}.weight_scale": torch.ones(0)}, r"weight_scale|is not part of"),

@@ -97,7 +97,7 @@ def test_a_matrix_that_is_ternary_only_at_first_is_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj .* is not ternary, though"):
         import_checkpoint(tmp_path / "model", tmp_path / "no", packed="i2")
     assert not (tmp_path / "no").exists()
-    with pytest.raises(UserError, match="has several scales, which masters cannot have"):
+    with pytest.raises(UserError, match="has several scales, which only packed folders hold"):
         import_checkpoint(tmp_path / "model", tmp_path / "no")
 
 

@@ -198,7 +198,7 @@ def test_run_folders_and_split_files_are_packed(trained: Trained, tmp_path: Path
     [
         ({"model.norm.weight": None}, "lacks model.norm.weight"),
         ({"extra": torch.zeros(1)}, "tensor extra is not part of the model"),
-        ({"model.norm.weight": torch.zeros(3)}, r"is F32 \[3\], its config.json asks"),
+        ({"model.norm.weight": torch.zeros(3)}, r"is F32 \[3\], its config.json needs"),
     ],
 )
 def test_other_tensors_than_those_of_the_model_are_refused(

@@ -319,7 +319,7 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         (
             {"tool_choice": "required", "extra_body": {"guided_regex": "a+"}},
-            "or a response_format",
+            "or a grammar, not both",
         ),
         ({"tools": [TIME, function("f", [])]}, "tools.1.function.parameters: Input should be"),
     ],

@@ -79,7 +79,7 @@ def test_text_forms_round_trip(own: None) -> None:
         ("ternary-6:8,score=sr-ste:strength=nan", "'nan' is not a finite number"),
         ("full-6:8,quantizer=twn", "quantizer=twn needs weight=ternary"),
         ("ternary-8:8,score=wanda", "score=wanda needs a mask, but 8:8 keeps all"),
-        ("ternary-6:8,mask_source=ternary,score=wanda", "it takes no score"),
+        ("ternary-6:8,mask_source=ternary,score=wanda", "leave out score"),
         ("ternary-6:8,mask_source=ternary,schedule=lambda", "blending schedule"),
     ],
 )

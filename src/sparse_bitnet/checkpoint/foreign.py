@@ -260,8 +260,8 @@ def _check_settings(entry: dict[str, Any], where: str) -> None:
     bits = formats.get(str(entry.get("format")))
     if bits is None or not isinstance(group, dict):
         raise UserError(
-            f"{where}: compressed-tensors with one group of format {' or '.join(formats)} is "
-            f"importable, not {entry.get('format')!r} with {shown(groups)}"
+            f"{where}: compressed-tensors needs one group, of format {' or '.join(formats)}, not "
+            f"{entry.get('format')!r} with {shown(groups)}"
         )
     only = {**_ONLY, "weights.num_bits": bits}
     # Fields without a default have to be there.
@@ -273,7 +273,7 @@ def _check_settings(entry: dict[str, Any], where: str) -> None:
         )
     check_fields(given, _READ_OF_GROUP, f"{where}: quantization_config", only)
     if (strategy := given.get("weights.strategy")) not in ("channel", "tensor"):
-        raise UserError(f"{where}: weights of strategy {strategy!r}, not channel or tensor")
+        raise UserError(f"{where}: weights have strategy {strategy!r}, not channel or tensor")
 
 
 _MLX_ENTRY = "quantization"

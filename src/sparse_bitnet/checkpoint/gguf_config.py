@@ -169,8 +169,8 @@ def _rope(file: GgufFile, fields: Fields, head: int, prefix: str) -> dict[str, A
     rotated = fields.size(_HEAD_SIZES[2], head)
     if rotated != head or head % 2:
         raise UserError(
-            f"{file.path}: {prefix}{_HEAD_SIZES[2]} is {rotated} of {head}; all values of a head, an "
-            "even number, are rotated here"
+            f"{file.path}: {prefix}{_HEAD_SIZES[2]} is {rotated}, but sparse-bitnet rotates all values "
+            f"of a head, an even number; this model's have {head}"
         )
     kind = fields.values.get(f"{_SCALING}.type") or "linear"
     factor = fields.optional(f"{_SCALING}.factor", fields.optional("rope.scale_linear", 1))

@@ -186,7 +186,7 @@ class _Reader:
             raise ValueError(_NOT_GGUF.get(magic, "it does not begin with GGUF"))
         version = self._number("I")
         if magic != _MAGIC or version >= 1 << 16:
-            raise UserError("it is of the other byte order, big-endian: convert the model again")
+            raise UserError("it is big-endian: convert the model again as little-endian")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, readable are {_VERSIONS}")
         tensors, fields = self._count(24), self._count(13)
@@ -194,7 +194,7 @@ class _Reader:
         for _ in range(fields):
             key = self._string()
             if key in self.metadata:
-                raise ValueError(f"{key} is there twice")
+                raise ValueError(f"{key} is repeated")
             self.metadata[key] = self._value(self._number("I"))
         if (parts := self.metadata.get("split.count", 0)) > 1:
             raise UserError(f"it is one of {parts} parts: llama-gguf-split --merge FIRST OUT.gguf")
@@ -210,7 +210,7 @@ class _Reader:
         offsets = sorted({offset for *_, offset in entries})
         ends = dict(zip(offsets, [*offsets[1:], size], strict=True)) if entries else {}
         if len({name for name, *_ in entries}) < len(entries) or len(offsets) < len(entries):
-            raise ValueError("a tensor is there twice, or two share their bytes")
+            raise ValueError("a tensor name is repeated, or tensors overlap")
         placed = {}
         for name, type_id, shape, offset in entries:
             if offset % self.alignment or offset >= size:

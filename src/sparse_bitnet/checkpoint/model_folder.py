@@ -212,7 +212,7 @@ def check_file(path: Path, folder: Path | None = None) -> None:
     is_read = path.suffix in _SMALL_SUFFIXES and path.name != "trainer_state.json"
     if is_read and status.st_size > _LARGEST:
         raise UserError(
-            f"{path} has {status.st_size:,} bytes, more than the {_LARGEST:,} that are read of it"
+            f"{path} has {status.st_size:,} bytes, more than the maximum of {_LARGEST:,}"
         )
 
 

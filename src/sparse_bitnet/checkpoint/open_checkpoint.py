@@ -61,7 +61,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
             return str(local_folder(path_or_id) if ".gguf" in str(path_or_id) else path_or_id)
         raise UserError(
             f"no such checkpoint: no folder or file {path_or_id}; a hub model is written OWNER/NAME, or "
-            "OWNER/NAME/FILE.gguf"
+            "OWNER/NAME/FILE.gguf (not :TAG)"
         )
 
 
@@ -119,8 +119,8 @@ def open_ternary(path: str | Path) -> Checkpoint:
     checkpoint = open_checkpoint(path, "trained")
     if checkpoint.format.weight != "ternary":
         raise UserError(
-            f"{checkpoint.folder} holds full-precision weights ({checkpoint.format}), which no packed "
-            "format holds: `sparse-bitnet export --to dense` writes them for other tools"
+            f"{checkpoint.folder} holds full-precision weights ({checkpoint.format}), which packed "
+            "formats do not store: `sparse-bitnet export --to dense` writes them for other tools"
         )
     return checkpoint
 

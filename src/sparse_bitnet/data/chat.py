@@ -175,7 +175,7 @@ def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarra
     samples = [_stored(tokenizer, *each) for each in texts]
     learnt = [sample for sample in samples if (sample & LEARNT).any()]
     if not learnt:
-        raise UserError(f"the chat template leaves nothing to learn of {shown}")
+        raise UserError(f"the chat template marks nothing to learn in {shown}")
     return np.concatenate(learnt)
 
 
@@ -295,7 +295,7 @@ def _unmarked(marked: str, plain: str) -> tuple[str, _Spans]:
             text += piece
     if text != plain:
         raise UserError(
-            "the chat template changes what it marks with {% generation %}: mark it where it is written"
+            "the chat template changes text that it has marked with {% generation %}: mark the final text"
         )
     return text, spans
 
@@ -320,9 +320,8 @@ def _by_prompts(text: Callable[..., str], turns: list[int]) -> Iterator[tuple[st
         prompt, answered = text(turn, True), text(turn + 1)
         if not answered.startswith(prompt):
             raise UserError(
-                f"the chat template writes what comes before message {turn + 1} of a conversation in "
-                "another way once it is answered: mark what the assistant says in it with "
-                "{% generation %}"
+                f"the chat template rewrites earlier messages when message {turn + 1} follows: mark what "
+                "the assistant says with {% generation %}"
             )
         if not answered.startswith(whole):
             yield whole, spans

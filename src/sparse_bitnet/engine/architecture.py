@@ -162,7 +162,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     is_odd = heads % kv_heads or head_dim % 2
     if is_odd or heads // kv_heads > _MOST_SHARED or heads * head_dim > _MOST_FEATURES:
         raise UserError(
-            f"{where}: {heads} heads of {head_dim} values with {kv_heads} key-value heads make no model"
+            f"{where}: {heads} heads of {head_dim} values do not fit {kv_heads} key-value heads"
         )
     attention_bias = bool(config.get("attention_bias", False))
     is_gemma = model_type == GEMMA3

@@ -73,8 +73,8 @@ class Engine(InferenceEngine):
             )
         except MemoryError as error:
             raise UserError(
-                f"{folder}: there is not enough memory for its weights and its cache; ask for fewer "
-                "cache tokens or a smaller form of weights"
+                f"{folder}: not enough memory for its weights and KV cache; lower --cache-tokens, or "
+                "choose a smaller --weight-format"
             ) from error
         except ValueError as error:  # an unknown instruction set, or more than the decoder takes
             raise UserError(str(error)) from error

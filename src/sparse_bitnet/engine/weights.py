@@ -65,12 +65,12 @@ def choose_head(model: EngineModel, head: str) -> str:
         head = "int8" if head == "auto" and stored != "i2" else stored
     if stored == "i2" and head != stored:
         raise UserError(
-            f"head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
+            f"--head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
             "pack the model with --embeddings bf16"
         )
     if head == "int4" and (hidden := model.architecture.hidden) % _INT4_GROUP:
         raise UserError(
-            f"head int4 needs a hidden size in groups of {_INT4_GROUP}, this model has {hidden}; use int8"
+            f"--head int4 needs a hidden size in groups of {_INT4_GROUP}, not {hidden}; use int8"
         )
     return head
 

@@ -133,8 +133,8 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
     foreign, format = source.foreign, source.format
     if foreign.config.get(LINEAR_NORMS):
         raise UserError(
-            f"{foreign.folder} has a norm in each linear, which masters here do not: import it with "
-            "--packed-format auto"
+            f"{foreign.folder} has norms in its linear layers, which only packed folders hold: import "
+            "it with --packed-format auto"
         )
     tensors: Tensors = []
     for layer, sizes in foreign.layers.items():
@@ -172,7 +172,7 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
     ternary = TernaryWeight(*map(torch.as_tensor, ternary))
     if ternary.weight_scale.dim():
         raise UserError(
-            f"layer {layer} has several scales, which masters cannot have: import it with "
+            f"layer {layer} has several scales, which only packed folders hold: import it with "
             "--packed-format auto"
         )
     # Above `largest`, the magnitudes or the sum for their mean would be infinite.
@@ -181,7 +181,8 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
     if nonzero and not SCALE_FLOOR <= ternary.weight_scale.item() <= largest:
         raise UserError(
             f"layer {layer}: a weight scale of {ternary.weight_scale:.4g} is outside "
-            f"{SCALE_FLOOR:g}..{largest:.3g}, which masters can have: import it with --packed-format auto"
+            f"{SCALE_FLOOR:g}..{largest:.3g}, the range of master weights: import it with "
+            "--packed-format auto"
         )
     master = masters_of(ternary)
     codes, weight_scale = _ternary_of(master, format, layer, ternary.codes)
@@ -206,7 +207,7 @@ def _ternary_of(
     assert scale is not None
     if not torch.equal(codes, expected):
         raise UserError(
-            f"layer {layer}: its codes do not keep to the pattern {format.pattern}; import with "
+            f"layer {layer}: its codes do not fit the pattern {format.pattern}; import it with "
             "--pattern 8:8"
         )
     return TernaryWeight(codes, scale)

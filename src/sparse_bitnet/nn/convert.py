@@ -388,8 +388,8 @@ def set_integer_forward_(model: nn.Module, integer: bool) -> None:
         )
         if not (has_codes and one_scale):
             raise UserError(
-                f"layer {name}: an int8 forward needs ternary weights and int8 activations and takes one "
-                f"scale a matrix and no blending; the format is {config}: use the fake-quantised one"
+                f"layer {name}: --forward int8 needs ternary weights with one scale per matrix, int8 "
+                f"activations and no blending; the format is {config}: use --forward fake"
             )
     for layer in layers.values():
         layer.integer_forward = integer

@@ -80,8 +80,8 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
             )
         if needs_exact(format) and np.count_nonzero(codes) != codes.size // coded.m * coded.n:
             raise UserError(
-                f"layer {name}: {format} holds groups with {pattern.n} of {pattern.m} weights not "
-                "zero, and one has fewer; use nm-enum, or train with quantizer=binary"
+                f"layer {name}: {format} needs exactly {pattern.n} non-zero weights in each {pattern.m}, "
+                "and a group has fewer; use nm-enum, or train with quantizer=binary"
             )
         packed[part] = ROWS[format][0](codes, pattern)
 

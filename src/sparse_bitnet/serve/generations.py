@@ -184,7 +184,7 @@ def _prompt_tokens(
         prompt = tokens or sorted(model.end_tokens)[:1]
     model.check_tokens(prompt, param)
     if not prompt:
-        raise ApiError(400, f"{param}: there are no tokens", param=param)
+        raise ApiError(400, f"{param} has no tokens", param=param)
     return prompt
 
 

@@ -223,8 +223,8 @@ def find_teacher(
     if own != theirs and not loader.dataset.check_tokenizer(stored.folder, config.teacher):
         raise UserError(
             f"teacher {config.teacher} has a vocabulary of {theirs:,} tokens, the student one of "
-            f"{own:,}, and no tokenizer of the teacher says that they are the same: copy it there, or "
-            "start from the teacher"
+            f"{own:,}, and the teacher's folder has no tokenizer that shows them to be the same: copy it "
+            "there, or start from the teacher"
         )
     # With the same tokenizer, the larger head is padded.
     loader.dataset.check_vocab(rows := min(own, theirs))
@@ -262,7 +262,7 @@ class DistillationLoss(SummedLoss):
         self._heads = 1
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise UserError(
-                f"distillation takes no output head with a bias ({type(model).__name__})"
+                f"distillation does not support an output head with a bias ({type(model).__name__})"
             )
         if not config.relations_weight:
             return

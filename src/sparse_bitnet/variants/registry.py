@@ -254,7 +254,9 @@ def check_module(kind: str, text: str, module: str) -> None:
             f"({IMPORTED} on the command line)"
         )
     if entry.module != module and "__main__" not in (entry.module, module):
-        raise UserError(f"{kind} {name!r} is that of {module}, here it is that of {entry.module}")
+        raise UserError(
+            f"{kind} {name!r} comes from {module}, but {entry.module} registered it here"
+        )
 
 
 def _entry(kind: str, name: str) -> Variant | None:
