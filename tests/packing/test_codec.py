@@ -114,7 +114,7 @@ def test_a_group_with_fewer_non_zeros_has_no_signs_to_name_it(pattern: str) -> N
     n_of_m = NMPattern.parse(pattern)
     codes = held("nm-sign", make_codes(3, 64, n_of_m, 1.0, 0), n_of_m)
     codes[2, int(codes[2].nonzero()[-1])] = 0
-    with pytest.raises(UserError, match=r"layer up: nm-sign holds groups .* use nm-enum"):
+    with pytest.raises(UserError, match=r"layer up: nm-sign needs exactly .* use nm-enum"):
         pack(codes, "nm-sign", n_of_m, name="up")
 
 
