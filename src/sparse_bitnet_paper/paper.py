@@ -19,8 +19,7 @@ def paper() -> dict[str, Any]:
 
 
 def paper_perplexities(pattern: str) -> dict[str, pd.DataFrame]:
-    """Return by model size ("0.5B", "1.5B", "3B") the perplexities of the paper's four models: one row, a
-    column a format.
+    """Return by model size ("0.5B") the perplexities of the paper's models: one row, a column a format.
 
     The paper has 6:8 at three sizes and the patterns of its sweep at 0.5B; empty for other patterns.
     """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's four models on real text in a few minutes: its table 2, its curves, one page.
 
-The models are dense and sparse, full-precision and ternary, all with the same initial weights and
-batches.
+The models are dense and sparse, full-precision and ternary, with equal initial weights and batches.
 """
 
 from collections.abc import Mapping, Sequence

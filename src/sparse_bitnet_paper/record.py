@@ -94,8 +94,7 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measu
 
 
 def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of metrics.jsonl averaged over at most `CURVE_POINTS` stretches of steps, and all
-    validations.
+    """Return metrics.jsonl averaged over at most `CURVE_POINTS` stretches of steps, and all validations.
 
     A stretch has its last step, the mean loss and, for a sparse model, the mean flip rate and its noise:
     the standard deviation around a slow trend, from the differences of consecutive steps.

@@ -221,8 +221,7 @@ class Results:
         return pd.DataFrame({format: own.loss for format, own in rows.items()})
 
     def relative(self, format: str, *, model: str | None = None) -> pd.Series:
-        """Return NormPPL by seed: perplexity over that of the dense model of the same weights (paper,
-        4.2)."""
+        """Return NormPPL by seed: perplexity over the dense model's of the same weights (paper, 4.2)."""
         dense = self.by_seed(f"{format.partition('-')[0]}-{DENSE_PATTERN}", model=model)
         return (self.by_seed(format, model=model).perplexity / dense.perplexity).dropna()
 

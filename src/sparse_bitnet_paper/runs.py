@@ -166,8 +166,9 @@ def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> 
     Raises `UserError` for an unknown experiment.
     """
     if unknown := [name for name in experiments if name not in _ALL]:
-        names = ", ".join([*_ALL, "table1 or all"])
-        raise UserError(f"experiment {unknown[0]!r} is unknown: choose one of {names}")
+        raise UserError(
+            f"experiment {unknown[0]!r} is unknown: choose all, table1, {', '.join(_ALL)}"
+        )
     if seeds is not None and seeds < 1:
         raise UserError(f"--seeds {seeds}: must be at least 1")
     if seeds is not None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales: models, tokens, seeds and text of a whole set of experiments. Free of torch and pandas.
 
-Everything else that a run depends on is in `recipe` and the same for all runs of a scale, which makes
-them comparable.
+Everything else that a run depends on is in `recipe`, the same for all runs of a scale.
 """
 
 from collections.abc import Mapping

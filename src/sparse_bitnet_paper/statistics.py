@@ -31,8 +31,7 @@ class Residual:
 
 
 def residual_of(measured: pd.DataFrame) -> Residual | None:
-    """Return the residual of a measure after a mean for each model and a shift for each seed are
-    removed.
+    """Return the residual of a measure minus a mean per model and a shift per seed.
 
     `measured` has a row per seed and a column per model; some may be missing. None if there are too few.
     """
@@ -104,8 +103,7 @@ class Estimate:
         return 2 * float(t.sf(away / self.error, self.freedom))
 
     def seeds_needed(self, effect: float, level: float = LEVEL) -> int:
-        """Return the number of seeds with which a test of this level detects an effect this large with
-        power 0.8.
+        """Return how many seeds let a test of this level detect an effect this large with power 0.8.
 
         With no spread, or an unknown one, return the fewest seeds that allow a verdict.
         """

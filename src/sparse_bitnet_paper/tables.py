@@ -223,8 +223,7 @@ def recipes(results: Results) -> dict[str, tuple[dict[str, pd.DataFrame], Estima
 def beside_chance(results: Results) -> dict[str, Any]:
     """Return which models are better than guessing, by one-sided binomial tests of every accuracy.
 
-    `guesses`: accuracy of guessing by task; `tests`: their number; `above`: models that are better after
-    Holm's correction.
+    `guesses`: chance accuracy by task; `tests`: their number; `above`: better models (Holm-corrected).
     """
     from scipy.stats import binomtest
 
@@ -247,8 +246,7 @@ def throughput_table(path: Path) -> Table:
     """Return table 3: throughput of dense and sparse models on the CPU engine, beside the paper's.
 
     `path` holds rows of `sparse-bitnet bench --pattern 8:8 6:8 --out`; the last ones count. Each pattern
-    is in its fastest format, with float16 caches and without context. Raises `UserError` if there are
-    none.
+    is in its fastest format, with float16 caches and without context. Raises `UserError` for none.
     """
     try:
         rows = pd.DataFrame(read_lines(path))
