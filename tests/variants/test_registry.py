@@ -229,7 +229,7 @@ def test_a_checkpoint_is_refused_by_name_where_its_score_is_not_registered(
         ):
             opened(tmp_path / "saved")
     monkeypatch.setitem(registry._ENTRIES["score"], "smallest", registry._ENTRIES["score"]["wanda"])
-    with pytest.raises(UserError, match=f"that of {__name__}, here it is that of sparse_bitnet"):
+    with pytest.raises(UserError, match=f"comes from {__name__}, but sparse_bitnet"):
         open_checkpoint(tmp_path / "saved")
 
 
