@@ -36,7 +36,7 @@ SpectraSuite/TriLM_*|0.1 to 3.9 B|see the hub|floats, scales of parts|exact
 
 @command("env")
 def main() -> None:
-    """Print versions, devices and kernels; attach it to a bug report."""
+    """Print versions, devices and the kernels in use; attach the output to a bug report."""
     rows = dict.fromkeys(PACKAGES, "not installed") | versions(PACKAGES)
     rows["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     try:
@@ -52,7 +52,9 @@ def main() -> None:
     for name, value in rows.items():
         print(f"{name:<14} {value}")
     if not has_torch:
-        print("\nwithout torch packed models run on the CPU engine: generate, chat, serve, bench")
+        print(
+            "\nwithout torch: generate, chat, serve and bench run packed models on the CPU engine"
+        )
         return
     print("\nkernels")
     from sparse_bitnet.ops.backends import status
@@ -81,10 +83,10 @@ def _torch_devices() -> dict[str, str]:
 
 @command("models")
 def models(*, known: bool = False) -> None:
-    """Presets with their shapes and parameter counts.
+    """List the model presets with their shapes and parameter counts.
 
     Args:
-        known: List public ternary models whose layouts are read, instead.
+        known: List public ternary models that sparse-bitnet reads, instead of presets.
     """
     from rich.console import Console
     from rich.table import Table
@@ -92,9 +94,11 @@ def models(*, known: bool = False) -> None:
     from sparse_bitnet.presets import PRESETS
 
     if known:
-        caption = "Checked with files that the tests make in each layout, not with the releases."
-        public = Table(title="Public models", caption=caption, box=None, padding=(0, 1, 0, 0))
-        for column in ("model", "weights", "licence", "layout", "read"):
+        caption = "Tested on files in each layout that our tests write, not on the released models."
+        public = Table(
+            title="Public ternary models", caption=caption, box=None, padding=(0, 1, 0, 0)
+        )
+        for column in ("model", "size", "licence", "layout", "weights read"):
             public.add_column(column, no_wrap=column == "model")
         for line in _KNOWN.splitlines():
             public.add_row(*line.split("|"))

@@ -48,8 +48,8 @@ class SourceConfig:
     """Read only the first N bytes of SOURCE's text."""
 
     near_duplicates: bool = True
-    """Put near-duplicate documents on the same side of the split; with --validation, skip those of SOURCE
-    that are near duplicates of it. Not for hub data sets, which are read only once."""
+    """Keep near-duplicate documents on one side of the train/validation split; with --validation, skip
+    documents of SOURCE that nearly repeat validation text. Hub data sets are not checked."""
 
 
 @command("prepare")

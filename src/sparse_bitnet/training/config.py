@@ -55,8 +55,8 @@ class TrainConfig:
     """Layer whose attention relations are distilled; -1 means the last."""
 
     reconstruction_windows: int | None = None
-    """With a teacher: number of training sequences on which each block first learns the output of its
-    teacher's block, one after another. 0: start from the converted weights. Default: 64 if the run starts
+    """Number of training sequences on which each block of the student is first fitted to its teacher's
+    block, one block after another. 0: start from the converted weights. Default: 64 if the run starts
     from its teacher in one process, else 0."""
 
     sub_norms: bool = False

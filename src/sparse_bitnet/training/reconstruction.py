@@ -98,7 +98,7 @@ def reconstruct_(
     if len(blocks) != len(originals) or len(set(sizes)) > 1:
         raise UserError(
             f"the student has {len(blocks)} blocks of width {sizes[0]}, its teacher {len(originals)} of "
-            f"width {sizes[1]}: blocks cannot be reconstructed, set reconstruction_windows to 0"
+            f"width {sizes[1]}: blocks cannot be reconstructed, use --reconstruction-windows 0"
         )
     parts = list(zip(*(each.split(WINDOWS) for each in batch), strict=True))
     order, device = torch.Generator().manual_seed(seed), batch[0].device
