@@ -216,7 +216,7 @@ def test_command_speculates_and_refuses_unfit_draft_models(tmp_path, capsys):
         (["--draft", str(tmp_path)], "neither a run folder"),
         (["--draft", str(tmp_path / "none")], "no such checkpoint"),
         (["--draft", str(draft), "--engine", "transformers"], "--draft needs the CPU engine"),
-        (["--draft", str(draft), "--speculative-tokens", "0"], "leave out"),
+        (["--draft", str(draft), "--speculative-tokens", "0"], "leave one out"),
         (["--speculative-tokens", "64"], "0 to 63"),
     ):
         with pytest.raises(UserError, match=words) as raised:

@@ -33,7 +33,8 @@ def assert_same_curves(a: TrainConfig, b: TrainConfig, tolerance: float = 2e-5) 
     rows = [read_rows(Path(config.out) / "metrics.jsonl") for config in (a, b)]
     assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
     for one, other in zip(*rows, strict=True):
-        assert one.keys() == other.keys()
+        # With cached logits the teacher is not there to be scored.
+        assert one.keys() - {"teacher_perplexity"} == other.keys() - {"teacher_perplexity"}
         for key in CURVES:
             if one.get(key) is None:
                 assert other.get(key) is None
@@ -82,7 +83,7 @@ def test_distillation_over_two_processes_gives_the_losses_of_one(worlds, run_con
     teacher = run_config("teacher").out
     tiny_model(vocab_size=2048, tie_word_embeddings=True).save_pretrained(teacher)
     taught = {"teacher": teacher, "init": teacher, "steps": 2, "checkpoint_every": 0}
-    taught |= {"format": "ternary-6:8", "learning_rate": 1e-3}
+    taught |= {"format": "ternary-6:8", "learning_rate": 1e-3, "reconstruction_windows": 4}
     alone = run_config("alone", **taught)
     train(alone)
     pair = run_config("pair", **taught)
