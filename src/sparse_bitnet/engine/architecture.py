@@ -145,7 +145,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     """Return the architecture that a config.json describes.
 
     Raises `EngineLacks`, beginning with `where`, for what the CPU engine cannot run, and `UserError` for
-    sizes that are missing or make no model.
+    sizes that are missing or do not fit together.
     """
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
