@@ -192,7 +192,9 @@ def test_weights_show_the_order_of_i2_s(
             parameter.data = parameter.data.sign() * 0.5
     path = write_gguf(tmp_path / "random.gguf", model, "bitnet-b1.58", i2_s(run))
     assert open_checkpoint(path).tool == "GGUF I2_S"
-    assert "do not tell whether one for ARM wrote" in str(recwarn.pop(UserWarning).message)
+    assert "bitnet.cpp for ARM wrote the file, which its weights do not show" in str(
+        recwarn.pop(UserWarning).message
+    )
     for layer in model.model.layers:
         # Hidden features differ in how many weights they have, before them and behind.
         share = torch.linspace(0.2, 0.9, 512)[torch.randperm(512)]
@@ -637,7 +639,7 @@ def test_without_a_known_pre_tokenizer_the_vocabulary_tells_and_a_warning_says_s
     fields = _described(
         "gpt2", [*alphabet, *(merge.replace(" ", "") for merge in merges)], merges=merges
     )
-    with pytest.warns(UserWarning, match=r"^model.gguf: its pre-tokenizer is .*, so texts are"):
+    with pytest.warns(UserWarning, match=r"^model.gguf: its pre-tokenizer is .*, so text is"):
         tokenizer = read_tokenizer(fields | ({} if pre is None else {"pre": pre}), "model.gguf")
     assert tokenizer.encode("1231 ab.\n").tokens == ["123", "1", "Ġab", ".Ċ"]
 

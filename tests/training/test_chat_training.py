@@ -143,7 +143,7 @@ def test_end_of_turn_tokens_end_texts_of_the_model(
     stored = json.loads((final / "generation_config.json").read_text())
     wanted = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(ends)]
     assert stored["eos_token_id"] == (wanted if ends else wanted[0])
-    assert ("the model will not stop" in capsys.readouterr().err) == warns
+    assert ("the model will never stop" in capsys.readouterr().err) == warns
     pack_checkpoint(final, tmp_path / "packed")
     assert end_tokens(tmp_path / "packed") == {*wanted}
     add_vocabulary(writer := GGUFWriter("unused", "qwen2"), final, 304)
@@ -168,7 +168,7 @@ def test_a_step_without_anything_to_learn_has_no_loss(
     chat_run: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = long_questions(chats, tmp_path, 200)
-    assert "train windows of 256 tokens hold nothing to learn (0, " in capsys.readouterr().out
+    assert "train windows of 256 tokens hold no answer to learn (0, " in capsys.readouterr().out
     windows = Windows(TokenDataset.open(data), 60)
     empty = [n for n in range(len(windows)) if not windows.learnt(np.array([n]))]
     assert 0 < len(empty) < len(windows)
@@ -176,7 +176,7 @@ def test_a_step_without_anything_to_learn_has_no_loss(
     config = chat_run(data=str(data), steps=len(windows), validation_tokens=0, **options)
     seen: list[Any] = []
     result = train(config, on_step=seen.append)
-    named = f"{len(empty)} of {len(windows)} train windows of 60 tokens hold nothing to learn"
+    named = f"{len(empty)} of {len(windows)} train windows of 60 tokens hold no answer to learn"
     assert named in capsys.readouterr().err
     curve = losses(config)
     assert curve.count(None) == len(empty)

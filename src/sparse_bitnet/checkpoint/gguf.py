@@ -248,7 +248,7 @@ class GgufCheckpoint(Checkpoint):
             self.gguf.i2_s = I2_S_ARM if squares[1] > squares[0] else I2_S
         elif tells:
             warnings.warn(
-                f"{self.gguf.path}: I2_S is read as bitnet.cpp for x86 writes it; its weights do not "
-                "tell whether one for ARM wrote the file: then the model makes no sense",
+                f"{self.gguf.path}: I2_S is read in the layout of bitnet.cpp for x86; if bitnet.cpp for "
+                "ARM wrote the file, which its weights do not show, outputs are nonsense",
                 stacklevel=2,
             )

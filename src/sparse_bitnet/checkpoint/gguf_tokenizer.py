@@ -196,9 +196,9 @@ def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
         pre = _likeliest_split(plain_tokens)
         name = "not named" if "pre" not in fields else shown(fields["pre"])
         warnings.warn(
-            f"{where}: its pre-tokenizer is {name}, so texts are split like those of {pre.names[0]}, "
-            "which suits its vocabulary best; tokens may be others than in training: import the file, "
-            "then put the model's own tokenizer.json in the place of the imported one",
+            f"{where}: its pre-tokenizer is {name}, so text is split as for {pre.names[0]}, which fits "
+            "its vocabulary best; tokens may differ from training: to be sure, import the file, then "
+            "replace the imported tokenizer.json by the model's own",
             stacklevel=2,
         )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)

@@ -179,7 +179,7 @@ def _expand(pattern: str) -> list[Path]:
             each for each in files if each.name.endswith(known) and each.name not in _ABOUT_DATA
         ]
         if others := [str(each.relative_to(path)) for each in files if each not in {*paths}]:
-            say(f"{path}: left out {len(others):,} files of other kinds: {', '.join(others[:5])}")
+            say(f"{path}: skipped {len(others):,} files of other types: {', '.join(others[:5])}")
     elif path.exists() or not glob.has_magic(pattern):
         paths = [path]
     else:

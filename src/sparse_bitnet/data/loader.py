@@ -99,8 +99,8 @@ class Windows:
         named = ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5)
         return (
             f"{self.dataset.folder}: {len(empty):,} of {len(self):,} {self.dataset.split} windows of "
-            f"{self.length:,} tokens hold nothing to learn ({named}): a longer --sequence-length joins "
-            "them to their answers"
+            f"{self.length:,} tokens hold no answer to learn ({named}): a longer --sequence-length keeps "
+            "prompts and answers together"
         )
 
     def _ends(self) -> np.ndarray:

@@ -133,8 +133,8 @@ def _adds_space(content: dict[str, Any], path: Path) -> bool:
         scheme = pre_tokenizer.get("prepend_scheme", "always")
         if scheme != "never":
             warnings.warn(
-                f"{path}: read from GGUF, it also puts a space before texts that begin with one, and "
-                "after special tokens",
+                f"{path}: read from GGUF, the tokenizer also puts a space before texts that begin with "
+                "one, and after special tokens",
                 stacklevel=2,
             )
         steps = [*([] if scheme == "never" else [_PREPEND]), _TO_SPACE, *steps]

@@ -157,7 +157,7 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
 
 def _warned_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> TernaryWeight:
     if not ternary.codes.any():
-        warnings.warn(f"layer {layer} of {foreign.folder} has no weight but zeros", stacklevel=2)
+        warnings.warn(f"layer {layer} of {foreign.folder} has only zero weights", stacklevel=2)
     return ternary
 
 

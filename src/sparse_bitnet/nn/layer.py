@@ -152,9 +152,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             return
         if not torch.equal(before, scale):
             warnings.warn(
-                "a frozen ternary weight has changed, by a merged adapter perhaps: it is rounded to "
-                "ternary codes again, so the model computes something else than with the adapter beside "
-                "it",
+                "a frozen ternary weight has changed, perhaps by a merged adapter: it is quantised to "
+                "ternary codes again, so outputs differ from those with the adapter unmerged",
                 stacklevel=2,
             )
 

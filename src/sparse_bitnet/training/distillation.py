@@ -140,9 +140,8 @@ class LogitCache:
         total = self.windows * self.length
         if (done := len(self.checksums)) < self.parts:
             say(
-                f"{self.folder}: {self.token.itemsize} bytes a token, "
-                f"{total * self.token.itemsize / 1e6:,.1f} MB of the teacher's logits, "
-                f"{self.parts - done} parts to write"
+                f"writing the teacher's logits to {self.folder}: {self.token.itemsize} bytes per token, "
+                f"{total * self.token.itemsize / 1e6:,.1f} MB in total, {self.parts - done} files left"
             )
             teacher = Teacher(self.teacher, dtype, device, self.vocab_size)
             make_folder(self.folder)

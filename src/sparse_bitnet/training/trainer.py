@@ -112,7 +112,7 @@ def _take_folder(
     for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
         stored = find_checkpoint(name)
         if not text.check_tokenizer(stored.folder, name):
-            say(f"{name} has no tokenizer: that of {config.data} is taken for its own")
+            say(f"{name} has no tokenizer: assuming that it is the tokenizer of {config.data}")
         if name == config.init and stored.kind == "trained":
             before = SparseBitConfig.from_dict(stored.entry["format"])
             if before != schedule.format_of(config):
@@ -223,9 +223,9 @@ class Trainer:
             say(unlearnt)
         if not np.isin(cut.learnt_ids, self.model.generation_config.eos_token_id).any():
             say(
-                f"{dataset.folder}: no answer ends with an end token, so the model will not stop; have "
-                f"the chat template put {self.tokenizer.eos_token} right after an answer, inside of "
-                "{% generation %} where it has that"
+                f"{dataset.folder}: no answer ends with an end token, so the model will never stop; let "
+                f"the chat template write {self.tokenizer.eos_token} right after each answer, inside its "
+                "{% generation %} block if it has one"
             )
 
     def run_to_end(self) -> RunResult:
