@@ -237,7 +237,7 @@ class TestMergedAdapter:
         with warnings.catch_warnings(action="error"):
             layer(x)
         layer.weight.data += adapter
-        with pytest.warns(UserWarning, match="rounded to ternary codes again"):
+        with pytest.warns(UserWarning, match="quantised to ternary codes again"):
             layer(x)
         with warnings.catch_warnings(action="error"):
             layer(x)
