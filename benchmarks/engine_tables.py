@@ -75,12 +75,12 @@ def patterns_decode() -> str:
                 f"{most['resident_bytes'] / 1e6:.0f}",
             ]
         )
-    return markdown([*head, "of memory bandwidth", "resident, MB"], lines, rows[0], _OF_PATTERNS)
+    return markdown([*head, "% of bandwidth", "resident, MB"], lines, rows[0], _OF_PATTERNS)
 
 
 def patterns_prefill() -> str:
     rows, threads, table = _by_pattern("prefill", 512)
-    head = ["pattern", "weight format", *threads_heads("tokens/s", threads), "of int8 rate"]
+    head = ["pattern", "weight format", *threads_heads("tokens/s", threads), "% of int8 rate"]
     lines = []
     for key, own in table.items():
         speeds = (f"{own[count]['tokens_per_second']:.0f}" for count in threads)
@@ -88,7 +88,7 @@ def patterns_prefill() -> str:
     return markdown(head, lines, rows[0], _OF_PATTERNS)
 
 
-_OF_PATTERNS = "sparse-bitnet bench --pattern P --weight-format i2 lookup --out FILE"
+_OF_PATTERNS = "sparse-bitnet bench --pattern P --weight-format i2 b3 lookup --out FILE"
 
 
 def _by_pattern(

@@ -46,7 +46,7 @@ def _distilled(kind: str, arguments: str) -> str:
         ]
         for (method, format), values in perplexities.items()
     ]
-    head = ["method", "format", "perplexity", "range of seeds", "seeds"]
+    head = ["method", "format", "perplexity", "lowest to highest", "seeds"]
     note = f"{trained['tokens']:,} tokens a training; "
     steps = trained["tokens"] // 1024
     command = f"python benchmarks/distill.py {arguments} --steps {steps}"

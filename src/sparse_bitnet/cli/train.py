@@ -46,8 +46,8 @@ class Options(DenseLayersOption, TrainConfig):
     folder --data, with the pretrained model's tokenizer."""
 
     shard: int | None = None
-    """Under torchrun: number of processes that shard one copy of the model; each further group of as many
-    holds a replica. Default: all processes."""
+    """Under torchrun: number of processes that share one copy of the model. With 8 processes, --shard 4
+    makes two copies. Default: all processes, one copy."""
 
     timeout_seconds: float = 600.0
     """Under torchrun: seconds to wait for the other processes to finish a step before giving up."""
@@ -66,7 +66,7 @@ class DistillOptions(Options):
     """The options of `train` that a student has, which starts from its teacher's weights."""
 
     teacher: Annotated[str | None, "TEACHER"] = None
-    """Model to start from and to learn from: run, model folder or hub id of a causal LM."""
+    """Model to start from and to learn from: run, model folder, hub id or GGUF file of a causal LM."""
 
     out: Annotated[str, "OUT"] = "run"
     """Run folder. If it already holds a run of this config, training resumes."""

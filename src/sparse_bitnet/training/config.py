@@ -49,7 +49,7 @@ class TrainConfig:
     """Weight of temperature^2 * KL(teacher || student) in the distillation loss."""
 
     relations_weight: float = 0.0
-    """Weight of the attention relations (queries, keys, values) in the distillation loss."""
+    """Weight of the loss that matches the teacher's attention in one layer (MiniLMv2); 0: off."""
 
     relations_layer: int = -1
     """Layer whose attention relations are distilled; -1 means the last."""
@@ -77,7 +77,7 @@ class TrainConfig:
     """Run folder. If it already holds a run of this config, training resumes."""
 
     seed: int = 0
-    """Random seed for the initial weights."""
+    """Random seed for random initial weights, LoRA adapters and dropout."""
 
     data_seed: int = 0
     """Random seed for the data order."""
@@ -95,7 +95,7 @@ class TrainConfig:
     """Tokens per sequence."""
 
     sparse_fraction: float = 1.0
-    """Fraction of the steps, at the end of training, that use the N:M mask (dense-to-sparse, rho)."""
+    """Fraction of the steps, at the end, that use the N:M mask (rho); 0.25: only the last quarter."""
 
     learning_rate: float = 3e-3
     """Peak learning rate."""
@@ -137,7 +137,7 @@ class TrainConfig:
     """Data type to compute in. auto: bf16 if the device has fast bf16 matrix products, else float32."""
 
     masters: Literal["float32", "bf16"] = "float32"
-    """Data type of the master weights and the optimiser's moments; bf16 also computes in bf16."""
+    """Data type of the master weights and the optimiser's moments; bf16 implies --precision bf16."""
 
     initial_weights: Literal["normal", "uniform"] = "normal"
     """Distribution of the initial weight matrices: normal with standard deviation 0.02, or uniform in
@@ -145,7 +145,7 @@ class TrainConfig:
 
     forward: Literal["fake", "int8"] = "fake"
     """How ternary layers multiply in the forward pass. fake: in floating point, on fake-quantised values.
-    int8: on int8 tensor cores, with int32 sums. Results differ only where 16-bit sums round."""
+    int8: in int8, which is faster on GPUs; results differ from fake only by rounding."""
 
     gradient_reduction: Literal["float32", "bf16"] = "float32"
     """Data type in which gradients are summed over processes; bf16 halves most of a step's traffic."""
