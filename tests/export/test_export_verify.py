@@ -95,12 +95,12 @@ def test_the_data_is_found_away_from_where_training_ran(
 def test_the_text_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text("some words to predict " * 40)
-    config = dataclasses.replace(BITNET, text=str(text), verify_tokens=50)
+    config = dataclasses.replace(BITNET, verify=True, text=str(text), verify_tokens=50)
     verification = verified(source, exported, config)
     assert (verification.text, verification.tokens) == ("words.txt", 50)
     text.write_text("")
     with pytest.raises(UserError):
-        export(source.folder, tmp_path / "no", dataclasses.replace(config, verify=True))
+        export(source.folder, tmp_path / "no", config)
     assert not (tmp_path / "no").exists()
 
 

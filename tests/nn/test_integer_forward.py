@@ -110,7 +110,7 @@ def test_int8_activations_are_what_is_saved() -> None:
 def test_layers_without_int8_operands_refuse(text: str) -> None:
     model = convert_(tiny_model(), SparseBitConfig.parse(text))
     with pytest.raises(
-        UserError, match=r"layer model\.layers\.0\.self_attn\.q_proj: an int8 forward"
+        UserError, match=r"layer model\.layers\.0\.self_attn\.q_proj: --forward int8 needs"
     ):
         set_integer_forward_(model, True)
     assert not any(getattr(module, "integer_forward", False) for module in model.modules())
