@@ -209,12 +209,13 @@ def find_teacher(
     loader: TokenLoader,
     dtype: torch.dtype,
     device: torch.device,
-) -> Teacher | LogitCache:
-    """Return the teacher of a run, or the cache of its logits, which the caller must `fill`.
+) -> Teacher | LogitCache | None:
+    """Return a run's teacher, or the cache of its logits, which the caller must `fill`; None without one.
 
     Raises `UserError` for a teacher that does not fit the student, and a cache of another one.
     """
-    assert config.teacher is not None
+    if config.teacher is None:
+        return None
     stored = find_checkpoint(config.teacher)
     own, theirs = (
         model.get_output_embeddings().weight.shape[0] for model in (student, stored.model)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -20,6 +19,7 @@ from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.progress import OnProgress, Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, blocks_of
+from sparse_bitnet.training.distillation import LogitCache, Teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +36,7 @@ _LEAST_SQUARE = 1e-3
 
 def start_from_teacher_(
     student: "PreTrainedModel",
+    teacher: Teacher | LogitCache,
     config: TrainConfig,
     text: TokenDataset,
     dtype: torch.dtype,
@@ -48,7 +49,6 @@ def start_from_teacher_(
 
     Raises `UserError` as `reconstruct_`.
     """
-    assert config.teacher is not None
     if (count := config.reconstruction_windows) is None:
         count = DEFAULT_WINDOWS if alone and config.init == config.teacher else 0
     if count == 0:
@@ -57,11 +57,12 @@ def start_from_teacher_(
         text, sequence_length=config.sequence_length, batch_size=count, seed=config.data_seed
     )
     input_ids, _, *positions = (each.to(device) for each in loader.batch(0))
-    teacher: Any = find_checkpoint(config.teacher).load(dtype=dtype).requires_grad_(False)
+    if isinstance(teacher, LogitCache):
+        teacher = Teacher(teacher.teacher, dtype, device, teacher.vocab_size)
     with Progress(plain_lines=10) as progress:
         errors = reconstruct_(
             cast(Any, student).to(device),
-            teacher.to(device),
+            teacher.model,
             (input_ids, *positions),
             dtype=dtype,
             seed=config.data_seed,
@@ -141,8 +142,7 @@ class _Reached(Exception):
 def _first_inputs(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the input of the first block, [windows, tokens, hidden], and its further arguments by
-    name."""
+    """Return the input of the first block, [windows, tokens, hidden], and its arguments by name."""
     given: dict[str, Any] = {}
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:

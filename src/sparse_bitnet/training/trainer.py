@@ -168,11 +168,13 @@ class Trainer:
                 if config.lora:
                     raise UserError("lora trains in one process: leave out torchrun")
                 distributed.check_splits(self.model)
-            if config.teacher is not None and whole and not list_checkpoints(self.run):
-                where = self.dtype, self.device
-                start_from_teacher_(whole, config, text, *where, alone=world.size == 1)
-            self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self._check_learnt()
+            teacher = find_teacher(config, self.model, self.loader, self.dtype, self.device)
+            self.cache = teacher if isinstance(teacher, LogitCache) else None
+            if teacher and whole and not list_checkpoints(self.run):
+                where = self.dtype, self.device
+                start_from_teacher_(whole, teacher, config, text, *where, alone=world.size == 1)
+            self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self.model.train()
             if config.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -180,13 +182,10 @@ class Trainer:
             if compiled := compiled and not config.relations_weight:
                 compile_decoder_(self.model, config, self.device, world.size)
             files = model_files(self.model)
-            self.cache: LogitCache | None = None
-            if config.teacher is None:
+            if teacher is None:
                 self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
             else:
-                teacher = find_teacher(config, self.model, self.loader, self.dtype, self.device)
                 self.loss = DistillationLoss(self.model, config, teacher)
-                self.cache = teacher if isinstance(teacher, LogitCache) else None
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
@@ -316,8 +315,8 @@ class Trainer:
     def _forward_backward(self, step: int) -> Tensor:
         """Compute the gradients of the mean loss over all predictions that count in the step.
 
-        Returns float64 [2], the same in all processes: that loss, and how many processes got a signal to
-        stop.
+        Returns float64 [3], the same in all processes: that loss, the mean divergence from a teacher (0
+        without one), and how many processes got a signal to stop.
         """
         config = self.config
         micro = config.micro_batch_size or config.batch_size
