@@ -220,6 +220,8 @@ def logits(model: Any) -> torch.Tensor:
         ("qwen2", "qwen2", 256, quantised(Kind.TQ2_0)),
         ("llama", "llama", 256, quantised(Kind.TQ1_0)),
         ("qwen3", "qwen3", 128, by_our_layout("Q2_0", 128)),
+        ("qwen3", "qwen3", 128, by_our_layout("PQ2_0", 128)),
+        ("llama", "llama", 128, by_our_layout("PTQ1_0", 128)),
         ("bitnet", "bitnet-b1.58", 64, by_our_layout("Q2_0", 64)),
         ("qwen2", "qwen2", 32, quantised(Kind.F16)),
         ("hunyuan_v1_dense", "hunyuan-dense", 256, sherry),
@@ -446,7 +448,7 @@ def test_one_part_of_several_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "model-00002-of-00003.gguf")
 
 
-@pytest.mark.parametrize(("type_id", "name"), [(142, "PQ2_0"), (155, "type 155")])
+@pytest.mark.parametrize(("type_id", "name"), [(144, "type 144"), (155, "type 155")])
 def test_a_type_that_no_gguf_has_is_named_as_another_tools(
     small_file: Path, tmp_path: Path, type_id: int, name: str
 ) -> None:

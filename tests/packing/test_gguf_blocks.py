@@ -49,7 +49,7 @@ def test_q2_0_keeps_codes_and_the_float16_scale(
 
 
 @pytest.mark.parametrize(
-    "block", [TQ1_0, TQ2_0, Q2_0, READ_TYPES[3]], ids=lambda b: f"{b.name}-{b.codes}"
+    "block", [TQ1_0, TQ2_0, Q2_0, *READ_TYPES[3:6]], ids=lambda b: f"{b.name}-{b.codes}"
 )
 @given(
     rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), scale=scales
@@ -68,6 +68,24 @@ def test_unpacking_inverts_packing(
 
 def named(name: str) -> BlockType:
     return next(block for block in READ_TYPES if block.name == name)
+
+
+def test_ptq1_0_of_another_writer_is_read(random_codes) -> None:
+    """Byte by byte, as the fork of llama.cpp that writes it does: digits of base 3, the highest first."""
+    t = random_codes(2, 256, 3).numpy() + 1
+    data = b""
+    for block in t.reshape(-1, 128).tolist():
+        bytes_of = [[block[j + 16 * k] for k in range(5)] for j in range(16)]
+        bytes_of += [[block[80 + j + 8 * k] for k in range(5)] for j in range(8)]
+        bytes_of += [[block[120 + j + 2 * k] for k in range(4)] + [0] for j in range(2)]
+        for digits in bytes_of:
+            data += bytes(
+                [(256 * sum(d * 3 ** (4 - k) for k, d in enumerate(digits)) + 242) // 243]
+            )
+        data += np.array([0.5], "<f2").tobytes()
+    codes, scales = named("PTQ1_0").unpack(np.frombuffer(data, np.uint8), 2, 256)
+    assert np.array_equal(codes, t - 1)
+    assert (scales == 0.5).all()
 
 
 def test_i2_s_keeps_codes_and_scale(random_codes) -> None:

@@ -29,7 +29,7 @@ _FLOATS = {0: "<f4", 1: "<f2", _BF16: "<u2", 28: "<f8"}
 _PLAIN = {*_FLOATS, 8}
 _OF_GGML = """F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K
 IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"""
-_NAMES = dict(enumerate(_OF_GGML.split())) | {39: "MXFP4", 142: "PQ2_0", 143: "PTQ1_0"}
+_NAMES = dict(enumerate(_OF_GGML.split())) | {39: "MXFP4"}
 _OF_LLAMA_CPP = 100
 """Limit of llama.cpp's type numbers; other tools give their types higher ones."""
 

@@ -3,7 +3,7 @@
 
 A block is a run of 32 to 256 codes of one row, with its scale d in float16. We write TQ1_0, TQ2_0,
 Q2_0 and Q8_0 with one scale for all blocks of a matrix, so codes survive exactly and the scale to
-2**-11; and I2_S. We read all but Q8_0. Below, t = code + 1.
+2**-11; and I2_S. We read all but Q8_0. Below, t = code + 1. PQ2_0 and PTQ1_0 are Prism ML's.
 
     type   id  codes  bytes           layout
     TQ1_0  34  256    qs 48, qh 4, d  t of five places as one byte, ceil(256 V / 243) with
@@ -124,22 +124,22 @@ class BlockType:
         return np.concatenate(parts, axis=1).reshape(rows, -1)
 
 
-def _encode_tq1_0(t: np.ndarray) -> np.ndarray:
-    parts = (
-        _five_in_a_byte(t[:, :160].reshape(-1, 5, 32)),
-        _five_in_a_byte(t[:, 160:240].reshape(-1, 5, 16)),
-        _five_in_a_byte(t[:, 240:].reshape(-1, 4, 4)),
+def _encode_trits(t: np.ndarray, runs: tuple[int, ...]) -> np.ndarray:
+    """Pack five codes a byte in parts: of five runs of runs[i] codes each, code k of a run goes into byte
+    k of the part. The last part has four runs."""
+    parts = np.split(t, np.cumsum([5 * run for run in runs[:-1]]), axis=1)
+    of_runs = zip(parts, runs, strict=True)
+    return np.concatenate(
+        [_five_in_a_byte(part.reshape(len(t), -1, run)) for part, run in of_runs], axis=1
     )
-    return np.concatenate(parts, axis=1)
 
 
-def _decode_tq1_0(blocks: np.ndarray) -> np.ndarray:
-    parts = (
-        _five_of_a_byte(blocks[:, :32], 5),
-        _five_of_a_byte(blocks[:, 32:48], 5),
-        _five_of_a_byte(blocks[:, 48:], 4),
-    )
-    return np.concatenate([part.reshape(len(blocks), -1) for part in parts], axis=1)
+def _decode_trits(blocks: np.ndarray, runs: tuple[int, ...]) -> np.ndarray:
+    """Inverse of `_encode_trits`."""
+    parts = np.split(blocks, np.cumsum(runs[:-1]), axis=1)
+    counts = [5] * (len(runs) - 1) + [4]
+    decoded = map(_five_of_a_byte, parts, counts)
+    return np.concatenate([part.reshape(len(blocks), -1) for part in decoded], axis=1)
 
 
 def _five_in_a_byte(t: np.ndarray) -> np.ndarray:
@@ -168,6 +168,10 @@ def _decode_fields(blocks: np.ndarray, run: int, step: int = 1) -> np.ndarray:
     shifts = np.array([0, 2, 4, 6], np.uint8)[::step, None]
     runs = blocks.reshape(len(blocks), -1, 1, run) >> shifts & 3
     return runs.reshape(len(blocks), -1)
+
+
+def _trits(*runs: int) -> tuple[Encode, Encode]:
+    return partial(_encode_trits, runs=runs), partial(_decode_trits, runs=runs)
 
 
 def _fields(run: int, step: int = 1) -> tuple[Encode, Encode]:
@@ -199,7 +203,7 @@ def _decode_stq1_0(blocks: np.ndarray) -> np.ndarray:
     return lanes.swapaxes(2, 3).reshape(len(blocks), 256)
 
 
-TQ1_0 = BlockType("TQ1_0", 34, 36, 256, 54, _encode_tq1_0, _decode_tq1_0)
+TQ1_0 = BlockType("TQ1_0", 34, 36, 256, 54, *_trits(32, 16, 4))
 TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, *_fields(32))
 Q2_0 = BlockType("Q2_0", 42, 41, 64, 18, *_fields(1), scale_first=True)
 Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, lambda t: t - np.uint8(1), scale_first=True)
@@ -214,6 +218,8 @@ READ_TYPES = (
     TQ2_0,
     Q2_0,
     dataclasses.replace(Q2_0, codes=128, nbytes=34),
+    BlockType("PQ2_0", 142, 141, 128, 34, *_fields(1), scale_first=True),
+    BlockType("PTQ1_0", 143, 143, 128, 28, *_trits(16, 8, 2)),
     BlockType("STQ1_0", 42, 0, 256, 42, None, _decode_stq1_0),
     BlockType("STQ1_0", 43, 0, 256, 42, None, _decode_stq1_0),
     I2_S,
