@@ -279,6 +279,14 @@ def test_weights_in_another_basis_are_refused(
             read(folder)
 
 
+def test_a_mixture_of_experts_is_named(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "bitnet", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 256}))
+    with pytest.raises(UserError, match="num_experts = 256 says that it is a mixture of experts"):
+        open_checkpoint(folder)
+
+
 def test_quantization_that_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -> None:
     """transformers uses the weights of an unknown method unchanged, and drops unknown tensors."""
     folder = shutil.copytree(models / "trained", tmp_path / "model")

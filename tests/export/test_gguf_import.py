@@ -501,6 +501,7 @@ def test_a_folder_that_has_a_gguf_file_alone_names_it(
             "attn_q.weight is not supported",
         ),
         (lambda w: w.add_uint32("prism.hadamard.block_size", 64), "hadamard.* in a rotated basis"),
+        (lambda w: w.add_expert_count(8), "qwen2.expert_count = 8 .* a mixture of experts"),
         (lambda w: w.add_uint32("acme.fold", 3), "acme.fold = 3 is not supported and may change"),
         (lambda w: w.add_bool("qwen2.attention.causal", False), "causal = False is not supported"),
         (

@@ -21,7 +21,7 @@ from sparse_bitnet.checkpoint.checkpoint import (
     linear_shapes,
     stored_tensors,
 )
-from sparse_bitnet.checkpoint.config_fields import Fields, check_fields, shown
+from sparse_bitnet.checkpoint.config_fields import Fields, check_experts, check_fields, shown
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS, WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import FLOATS
@@ -50,6 +50,7 @@ class ForeignFolder(Checkpoint):
     def __init__(self, stored: StoredModel) -> None:
         """Raises `UserError` unless all tensors are those of the model, and for a layer without codes."""
         super().__init__(stored)
+        check_experts(stored.config, f"{stored.folder}/config.json")
         self.format = exported_format(stored.config.get(EXPORTED_FORMAT))
         self.files = WeightFiles.in_folder(stored.folder)
         self.shapes = self.files.shapes

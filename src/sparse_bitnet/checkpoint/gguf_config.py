@@ -12,6 +12,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     MOST_LAYERS,
     WINDOWED,
     Fields,
+    check_experts,
     check_fields,
     gemma_windows,
     head_size,
@@ -77,6 +78,7 @@ _SHARED_SCALES = 62
 def architecture_of(file: GgufFile) -> GgufArchitecture:
     """Return the architecture that the file names. Raises `UserError` for one that is not supported."""
     name = str(file.metadata.get("general.architecture"))
+    check_experts(file.metadata, str(file.path))
     rows = [row for row in ARCHITECTURES if row.name == name]
     if not rows:
         known = dict.fromkeys(row.name for row in ARCHITECTURES)
