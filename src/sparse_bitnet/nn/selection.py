@@ -111,8 +111,11 @@ def _select_registered(
     mask, latent = None, weight
     if not config.pattern.is_dense:
         score = config.variant("score")
-        ranked = _checked(score, score.call(weight, matrix=matrix), weight)
-        mask = nm_mask(_as_magnitudes(ranked), pattern)
+        if score.name == "magnitude":
+            mask = nm_mask(weight, pattern)
+        else:
+            ranked = _checked(score, score.call(weight, matrix=matrix), weight)
+            mask = nm_mask(_as_magnitudes(ranked), pattern)
         if score.has("shrink") and not pattern.is_dense:
             latent = _checked(score, score.call(weight, mask, pattern.m, hook="shrink"), weight)
     kept = latent if mask is None else latent * mask

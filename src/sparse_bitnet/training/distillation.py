@@ -40,9 +40,10 @@ from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.loss import (
+    Soft,
     SummedLoss,
     capped,
-    chunked_cross_entropy,
+    chunked_distillation,
     default_chunk_tokens,
     hidden_states,
     logit_cap,
@@ -79,10 +80,11 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [tokens, vocab_size] of some `hidden` states."""
+        """Return logits [tokens, vocab_size] of some `hidden` states, in the model's type."""
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = self.model.get_output_embeddings()(hidden)[:, : self.vocab_size].float()
-        return capped(logits, logit_cap(self.model))
+            logits = self.model.get_output_embeddings()(hidden)[:, : self.vocab_size]
+        cap = logit_cap(self.model)
+        return logits if cap is None else capped(logits.float(), cap)
 
 
 class LogitCache:
@@ -184,7 +186,7 @@ class LogitCache:
         )
         tops, chunk = [], default_chunk_tokens(self.vocab_size)
         for states in teacher.hidden(input_ids, *positions).split(chunk):
-            logits = teacher.logits(states).log_softmax(-1)
+            logits = teacher.logits(states).float().log_softmax(-1)
             if not torch.isfinite(logits).all():
                 raise UserError(
                     f"teacher {teacher.path}: its logits are not finite in window {self.order[first]}"
@@ -248,13 +250,17 @@ class DistillationLoss(SummedLoss):
     """`SummedLoss` of the student plus, in training, the distillation terms of the teacher."""
 
     def __init__(
-        self, model: "PreTrainedModel", config: TrainConfig, teacher: Teacher | LogitCache
+        self,
+        model: "PreTrainedModel",
+        config: TrainConfig,
+        teacher: Teacher | LogitCache,
+        compiled: bool = False,
     ) -> None:
         """`teacher`: with a cache, its top logits come with every batch.
 
         Raises `UserError` for models that the options do not fit.
         """
-        super().__init__(model, config.loss_chunk_tokens)
+        super().__init__(model, config.loss_chunk_tokens, compiled)
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
         self._divergence = torch.zeros((), dtype=torch.float64)
@@ -317,40 +323,32 @@ class DistillationLoss(SummedLoss):
         if not self.model.training:
             return super().forward(input_ids, labels, position_ids)
         config, (teacher,) = self.config, self._teacher
-        probabilities: Callable[[slice], Tensor]
+        wanted: Callable[[slice], Tensor]
         if isinstance(teacher, Teacher):
             states = teacher.hidden(input_ids, position_ids)
 
-            def probabilities(rows: slice) -> Tensor:
-                return (teacher.logits(states[rows]) / config.temperature).softmax(-1)
+            def wanted(rows: slice) -> Tensor:
+                return teacher.logits(states[rows])
         else:
             assert top is not None
             ids, values = (each.flatten(0, 1) for each in top)
 
-            def probabilities(rows: slice) -> Tensor:
-                share = (values[rows].float() / config.temperature).softmax(-1)
-                empty = share.new_zeros((len(share), teacher.vocab_size))
-                return empty.scatter_(-1, ids[rows].long(), share)
-
-        def soft(logits: Tensor, rows: slice, scored: Tensor) -> tuple[Tensor, Tensor]:
-            wanted, temperature = probabilities(rows), config.temperature
-            own = (logits[:, : wanted.shape[-1]] / temperature).log_softmax(-1)
-            divergence = (torch.xlogy(wanted, wanted) - wanted * own).sum(-1, keepdim=True) * scored
-            total = divergence.sum(dtype=torch.float64)
-            self._divergence = self._divergence.to(total.device) + total
-            total = total * (config.logits_weight * temperature**2)
-            return total, (own.exp_() - wanted) * (config.logits_weight * temperature)
+            def wanted(rows: slice) -> Tensor:
+                share = values[rows].float()
+                none = share.new_full((len(share), teacher.vocab_size), -torch.inf)
+                return none.scatter_(-1, ids[rows].long(), share)
 
         hidden = hidden_states(self.model, input_ids, position_ids)
-        loss = chunked_cross_entropy(
+        loss, divergence = chunked_distillation(
             hidden.flatten(0, 1),
             self.model.get_output_embeddings().weight,
             labels.flatten(),
+            Soft(wanted, config.ce_weight, config.logits_weight, config.temperature),
             chunk_tokens=self.chunk_tokens,
-            soft=soft,
-            hard_weight=config.ce_weight,
+            compiled=self.compiled,
             cap=logit_cap(self.model),
         )
+        self._divergence = self._divergence.to(divergence.device) + divergence
         if not self._states:
             return loss
         own, wanted = self._states

@@ -9,7 +9,7 @@ are computed at once, and the logits are dropped before the next chunk.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,88 +29,131 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-Soft = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]]
-"""(logits of a chunk, its rows, which of them are scored) -> loss to add, float64, and its gradient with
-respect to the first columns of the logits, also in rows that are not scored."""
+class Soft(NamedTuple):
+    """A teacher's term of the loss: `weight` * temperature^2 * KL(teacher || student), both softened by
+    the temperature, beside `hard_weight` times the cross-entropy."""
+
+    wanted: Callable[[slice], Tensor]
+    """Rows of a chunk -> the teacher's logits of the first words, -inf for those without a share."""
+    hard_weight: float
+    weight: float
+    temperature: float
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, hard_weight, compiled, cap):
+    def forward(ctx, hidden, weight, labels, chunk_tokens, soft, compiled, cap):
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         head = weight.to(dtype)
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        total, divergence = torch.zeros((2,), dtype=torch.float64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden if needs_grad else hidden[:0])
         grad_weight = torch.zeros_like(weight if needs_grad else weight[:0], dtype=torch.float32)
         with torch.autocast(device, enabled=False):
             for start in range(0, hidden.shape[0], chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 x, y = hidden[rows].to(dtype), labels[rows]
-                if compiled and soft is None and cap is None:
-                    chunk = _compiled_chunk(device) if needs_grad else _loss_and_gradients
-                    part, *gradients = chunk(x, head, y, needs_grad)
-                    total += part
-                    if needs_grad:
-                        grad_hidden[rows] = gradients[0]
-                        grad_weight += gradients[1]
-                    continue
-                target = y.clamp_min(0).unsqueeze(-1)
-                scored = (y >= 0).unsqueeze(-1)
-                logits = capped((x @ head.t()).float(), cap)
-                log_probabilities = logits.log_softmax(-1)
-                picked = log_probabilities.gather(-1, target) * scored
-                total -= picked.sum(dtype=torch.float64) * hard_weight
-                softer = None
                 if soft is not None:
-                    added, softer = soft(logits, rows, scored)
-                    total += added
-                if not needs_grad:
-                    continue
-                grad = log_probabilities.exp_()
-                grad.scatter_add_(-1, target, -torch.ones_like(picked))
-                if softer is not None:
-                    grad = grad.mul_(hard_weight)
-                    grad[:, : softer.shape[-1]].add_(softer)
-                if cap is not None:
-                    grad = grad.mul_(1 - (logits / cap).square_())
-                grad = grad.mul_(scored).to(dtype)
-                grad_hidden[rows] = grad @ head
-                grad_weight += grad.t() @ x
+                    chunk = (
+                        _compiled(_distillation_chunk, device) if compiled else _distillation_chunk
+                    )
+                    part, softer, *gradients = chunk(x, head, y, soft.wanted(rows), soft[1:], cap)
+                    divergence += softer
+                elif compiled and cap is None:
+                    chunk = _compiled(_chunk, device) if needs_grad else _chunk
+                    part, *gradients = chunk(x, head, y, needs_grad)
+                else:
+                    part, *gradients = _eager_chunk(x, head, y, needs_grad, cap)
+                total += part
+                if needs_grad:
+                    grad_hidden[rows] = gradients[0]
+                    grad_weight += gradients[1]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        return total
+        ctx.mark_non_differentiable(divergence)
+        return total, divergence
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, _):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = gradient.float()
-        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 6
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), *(None,) * 5
 
 
-def _loss_and_gradients(
-    x: Tensor, head: Tensor, labels: Tensor, needs_grad: bool
+# Each returns the summed loss of a chunk, float64, and its gradients with respect to hidden states and
+# head, in their type.
+
+
+def _eager_chunk(
+    x: Tensor, head: Tensor, labels: Tensor, needs_grad: bool, cap: float | None
 ) -> tuple[Tensor, ...]:
-    """Return the summed loss of a chunk, float64, and its gradients with respect to hidden states and
-    head, in their type."""
-    target = labels.unsqueeze(-1)
-    scored, values = target >= 0, (x @ head.t()).float()
+    target = labels.clamp_min(0).unsqueeze(-1)
+    scored = (labels >= 0).unsqueeze(-1)
+    logits = capped((x @ head.t()).float(), cap)
+    log_probabilities = logits.log_softmax(-1)
+    picked = log_probabilities.gather(-1, target) * scored
+    total = -picked.sum(dtype=torch.float64)
+    if not needs_grad:
+        return (total,)
+    grad = log_probabilities.exp_()
+    grad.scatter_add_(-1, target, -torch.ones_like(picked))
+    if cap is not None:
+        grad = grad.mul_(1 - (logits / cap).square_())
+    grad = grad.mul_(scored).to(x.dtype)
+    return total, grad @ head, grad.t() @ x
+
+
+def _chunk(x: Tensor, head: Tensor, labels: Tensor, needs_grad: bool) -> tuple[Tensor, ...]:
+    """Do `_eager_chunk` without a cap in the way that compiles to two passes; eager it makes ten."""
+    scored, values = labels.unsqueeze(-1) >= 0, (x @ head.t()).float()
+    total, slope = _cross_entropy(values, labels.unsqueeze(-1), scored)
+    slope = (slope * scored).to(x.dtype)
+    return (total, slope @ head, slope.t() @ x) if needs_grad else (total,)
+
+
+def _cross_entropy(values: Tensor, target: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
     top = values.amax(-1, keepdim=True)
     powers = (values - top).exp()
     sums = powers.sum(-1, keepdim=True)
     picked = values.gather(-1, target.clamp_min(0)) - top - sums.log()
     hit = torch.arange(values.shape[-1], device=values.device) == target
-    slope = ((powers / sums - hit.float()) * scored).to(x.dtype)
-    total = -(picked * scored).sum(dtype=torch.float64)
-    return (total, slope @ head, slope.t() @ x) if needs_grad else (total,)
+    return -(picked * scored).sum(dtype=torch.float64), powers / sums - hit.float()
+
+
+def _distillation_chunk(
+    x: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    wanted: Tensor,
+    weights: tuple[float, float, float],
+    cap: float | None,
+) -> tuple[Tensor, ...]:
+    """Return a chunk's loss, its KL(teacher || student), both summed, and the gradients."""
+    hard_weight, soft_weight, temperature = weights
+    scored, values = labels.unsqueeze(-1) >= 0, capped((x @ head.t()).float(), cap)
+    theirs = (wanted.float() / temperature).log_softmax(-1)
+    own = (values[:, : wanted.shape[-1]] / temperature).log_softmax(-1)
+    share = theirs.exp()
+    divergence = (torch.where(share > 0, share * (theirs - own), 0.0) * scored).sum(
+        dtype=torch.float64
+    )
+    total = divergence * (soft_weight * temperature**2)
+    slope = (own.exp() - share) * (soft_weight * temperature)
+    slope = F.pad(slope, (0, values.shape[-1] - slope.shape[-1]))
+    if hard_weight:
+        hard, steeper = _cross_entropy(values, labels.unsqueeze(-1), scored)
+        total, slope = total + hard * hard_weight, slope + steeper * hard_weight
+    if cap is not None:
+        slope = slope * (1 - (values / cap).square())
+    slope = (slope * scored).to(x.dtype)
+    return total, divergence, slope @ head, slope.t() @ x
 
 
 @cache
-def _compiled_chunk(device: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a compiled chunk loss: a pass for the sums and one for the gradient; eager makes ten."""
-    return torch.compile(_loss_and_gradients, options=compile_options(device))
+def _compiled(chunk: Callable[..., Any], device: str) -> Callable[..., tuple[Tensor, ...]]:
+    return torch.compile(chunk, options=compile_options(device))
 
 
 def chunked_cross_entropy(
@@ -119,8 +162,6 @@ def chunked_cross_entropy(
     labels: Tensor,
     *,
     chunk_tokens: int | None = None,
-    soft: Soft | None = None,
-    hard_weight: float = 1.0,
     compiled: bool = False,
     cap: float | None = None,
 ) -> Tensor:
@@ -131,17 +172,36 @@ def chunked_cross_entropy(
         weight: the head [vocab_size, hidden_size].
         labels: int64 [tokens], -100 for a token that is not scored.
         chunk_tokens: number of tokens whose logits exist at a time; default: `default_chunk_tokens`.
-        soft: a teacher's term of the loss, in addition to `hard_weight` times the cross-entropy.
-        compiled: whether to compile the work on the logits, if there is no `soft` and no `cap`.
+        compiled: whether to compile the work on the logits, if there is no `cap`.
         cap: limit of the logits, see `capped`.
 
     Returns a float64 scalar, differentiable in `hidden` and `weight` unless under `no_grad`. Peak memory
     above the gradients is 16 bytes per logit of one chunk and a float32 copy of the head's gradient.
     """
-    chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    return _in_chunks(hidden, weight, labels, chunk_tokens, None, compiled, cap)[0]
+
+
+def chunked_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    soft: Soft,
+    *,
+    chunk_tokens: int | None = None,
+    compiled: bool = False,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `chunked_cross_entropy` with a teacher's term, which needs gradients, and the sum of its KL
+    over the scored tokens, both float64; the second is not differentiable."""
+    return _in_chunks(hidden, weight, labels, chunk_tokens, soft, compiled, cap)
+
+
+def _in_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, *options: Any
+) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():  # a Function's forward cannot see this
         hidden, weight = hidden.detach(), weight.detach()
-    options = soft, hard_weight, compiled, cap
+    chunk_tokens = chunk_tokens or default_chunk_tokens(weight.shape[0])
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, *options)
 
 

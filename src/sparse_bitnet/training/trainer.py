@@ -42,7 +42,12 @@ from sparse_bitnet.training.device import (
     prepare_device,
     resolve_device,
 )
-from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, find_teacher
+from sparse_bitnet.training.distillation import (
+    DistillationLoss,
+    LogitCache,
+    Teacher,
+    find_teacher,
+)
 from sparse_bitnet.training.distributed import World, open_world
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
@@ -181,11 +186,13 @@ class Trainer:
             compiled = compiles(config, self.device, self.model.num_parameters())
             if compiled := compiled and not config.relations_weight:
                 compile_decoder_(self.model, config, self.device, world.size)
+                if isinstance(teacher, Teacher):
+                    compile_decoder_(teacher.model, config, self.device, world.size)
             files = model_files(self.model)
             if teacher is None:
                 self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
             else:
-                self.loss = DistillationLoss(self.model, config, teacher)
+                self.loss = DistillationLoss(self.model, config, teacher, compiled)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
