@@ -323,17 +323,17 @@ class DistillationLoss(SummedLoss):
         if not self.model.training:
             return super().forward(input_ids, labels, position_ids)
         config, (teacher,) = self.config, self._teacher
-        wanted: Callable[[slice], Tensor]
+        logits_of: Callable[[slice], Tensor]
         if isinstance(teacher, Teacher):
             states = teacher.hidden(input_ids, position_ids)
 
-            def wanted(rows: slice) -> Tensor:
+            def logits_of(rows: slice) -> Tensor:
                 return teacher.logits(states[rows])
         else:
             assert top is not None
             ids, values = (each.flatten(0, 1) for each in top)
 
-            def wanted(rows: slice) -> Tensor:
+            def logits_of(rows: slice) -> Tensor:
                 share = values[rows].float()
                 none = share.new_full((len(share), teacher.vocab_size), -torch.inf)
                 return none.scatter_(-1, ids[rows].long(), share)
@@ -343,7 +343,7 @@ class DistillationLoss(SummedLoss):
             hidden.flatten(0, 1),
             self.model.get_output_embeddings().weight,
             labels.flatten(),
-            Soft(wanted, config.ce_weight, config.logits_weight, config.temperature),
+            Soft(logits_of, config.ce_weight, config.logits_weight, config.temperature),
             chunk_tokens=self.chunk_tokens,
             compiled=self.compiled,
             cap=logit_cap(self.model),
