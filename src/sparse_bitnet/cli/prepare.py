@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sparse_bitnet.cli.arguments import OutArgument, command
+from sparse_bitnet.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,10 @@ def main(
     tokenizer: TokenizerConfig,
     text: SourceConfig,
     shard_tokens: int = 1 << 27,
+    from_model: str | None = None,
+    conversations: int = 0,
+    batch_size: int | None = None,
+    seed: int = 0,
 ) -> None:
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
@@ -70,6 +75,10 @@ def main(
             or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: Folder to write.
         shard_tokens: Number of tokens per shard file.
+        from_model: Chat model that first writes SOURCE, a .jsonl file. Implies --chat and its tokenizer.
+        conversations: Number of conversations for --from-model to write.
+        batch_size: Number of them to sample at once. Default: 32 on a CPU, 1024 on a GPU.
+        seed: Random seed for --from-model.
     """
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.loader import Windows
@@ -79,6 +88,15 @@ def main(
     from sparse_bitnet.data.sources import parse_source
     from sparse_bitnet.training.config import TrainConfig
 
+    if from_model is not None:
+        from sparse_bitnet.training.teacher_chats import write_conversations
+
+        tokenizer.tokenizer, text.chat = tokenizer.tokenizer or from_model, True
+        write_conversations(source, from_model, conversations, seed=seed, batch_size=batch_size)
+    elif conversations or batch_size or seed:
+        raise UserError(
+            "--conversations, --batch-size and --seed have no effect without --from-model"
+        )
     started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)
     options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
     manifest = prepare(parse_source(source, **asdict(text)), out, **options)

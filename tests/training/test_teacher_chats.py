@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations that a teacher writes by itself."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from factories import tiny_model
+from sparse_bitnet.cli.prepare import main
+from sparse_bitnet.data.tokenizer import train_tokenizer
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.training import teacher_chats
+from sparse_bitnet.training.teacher_chats import write_conversations
+
+TEMPLATE = (
+    "You are a model.{{ eos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LETTERS = "abcdefghijklm"
+
+
+def make_teacher(folder: Path, template: str | None = TEMPLATE, spread: float = 0.1) -> Any:
+    """Save and return a model that writes random letters, and its tokenizer."""
+    tokenizer: Any = train_tokenizer(iter(["one and two"]), 257)
+    tokenizer.chat_template = template
+    model: Any = tiny_model("llama", vocab_size=257, tie_word_embeddings=False)
+    with torch.no_grad():  # the first feature is large, so its weights in the head are a bias
+        model.model.embed_tokens.weight.normal_(std=0.5)[:, 0] = 4
+        model.lm_head.weight.normal_(std=spread)[:, 0] = -3
+        model.lm_head.weight[tokenizer(LETTERS + tokenizer.eos_token)["input_ids"], 0] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> None:
+    make_teacher(tmp_path / "teacher")
+    teacher, whole, cut = (str(tmp_path / name) for name in ("teacher", "a.jsonl", "b.jsonl"))
+    data, options = str(tmp_path / "data"), ["--conversations", "20", "--batch-size", "8"]
+    main([whole, data, "--from-model", teacher, *options])
+    assert "vocabulary 257, uint32, written" in capsys.readouterr().out
+    content = Path(whole).read_bytes()
+    write = partial(write_conversations, cut, teacher, batch_size=8)
+    chats = [json.loads(line)["messages"] for line in content.splitlines()]
+    assert len({chat[0]["content"].lower() for chat in chats}) == len(chats) == 20
+    assert not any(message["content"].strip(LETTERS) for chat in chats for message in chat)
+    for size in (0, 7, len(content) // 2, len(content) - 1):
+        Path(cut).write_bytes(content[:size])
+        write(20)
+        assert Path(cut).read_bytes() == content
+    write(25)
+    assert Path(cut).read_bytes().startswith(content)
+    with pytest.raises(UserError, match=r"holds .*'seed': 0.*not .*'seed': 4"):
+        write(30, seed=4)
+
+
+def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch: Any) -> None:
+    model, tokenizer = make_teacher(tmp_path, spread=1.0)
+    monkeypatch.setattr(teacher_chats, "_ROUND_TOKENS", 3)
+    ends, prompts = {*tokenizer("adhm")["input_ids"]}, [c * (n + 1) for n, c in enumerate(LETTERS)]
+    texts = teacher_chats._sample(model, tokenizer, prompts, ends, max_tokens=20, temperature=1e-5)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        alone = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=[*ends])[0]
+        new = alone[ids.shape[1] :].tolist()
+        assert text == (tokenizer.decode(new[:-1]) if new[-1] in ends else None)
+    assert {None} < {*texts}
+
+
+UNUSABLE = {
+    "no chat template": None,
+    "no token after": TEMPLATE.replace("content }}{{ eos_token }}", "content }}"),
+    "no text before": "{{ messages[0].content }}{{ eos_token }}",
+    "refuses": "{{ raise_exception('no') }}",
+    "writes no more conversations .dropped 0 repeated, 44 too long": TEMPLATE,
+}
+
+
+@pytest.mark.parametrize("message", UNUSABLE)
+def test_a_model_that_cannot_chat_is_refused(
+    tmp_path: Path, message: str, monkeypatch: Any
+) -> None:
+    make_teacher(tmp_path, UNUSABLE[message])
+    monkeypatch.setattr(teacher_chats, "_sample", lambda *given, **_: [None] * len(given[2]))
+    with pytest.raises(UserError, match=message):
+        write_conversations(tmp_path / "chats.jsonl", str(tmp_path), 3, batch_size=4)
