@@ -46,6 +46,12 @@ HUNYUAN = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
 }
 
+QWEN35 = {
+    **{"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_hidden_layers": 4},
+}
+"""Two key heads for six value heads, so that grouped and tiled heads differ."""
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A two-layer transformers config: hidden 64, ffn 96, vocabulary 96."""
@@ -74,6 +80,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "gemma3_text": lambda: transformers.Gemma3TextConfig(**(sizes | grouped | GEMMA | changes)),
         "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1Config(
             **(sizes | grouped | HUNYUAN | changes)
+        ),
+        "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(
+            **(sizes | grouped | QWEN35 | changes)
         ),
         "granite": lambda: transformers.GraniteConfig(**(sizes | grouped | changes)),
         "cohere": lambda: transformers.CohereConfig(**(sizes | grouped | changes)),

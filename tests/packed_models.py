@@ -55,7 +55,8 @@ def make_packed(
     model = AutoModelForCausalLM.from_config(tiny_model_config(family, **changes))
 
     def is_chosen(module: nn.Module, name: str) -> bool:
-        return not name.endswith("lm_head") and not (dense and name.endswith(dense))
+        kept = ("lm_head", "in_proj_a", "in_proj_b", *([dense] if dense else []))
+        return not name.endswith(kept)
 
     convert_(model, SparseBitConfig.parse(format), is_chosen)
     for parameter in model.parameters():

@@ -10,9 +10,11 @@ import numpy as np
 
 from sparse_bitnet.errors import UserError
 
-GEMMA3, HUNYUAN = "gemma3_text", "hunyuan_v1_dense"
-WINDOWED, FULL = "sliding_attention", "full_attention"
-"""Values in `layer_types`, and keys of Gemma's `rope_parameters`."""
+GEMMA3, HUNYUAN, QWEN35 = "gemma3_text", "hunyuan_v1_dense", "qwen3_5_text"
+QWEN35_COMPOSITE = "qwen3_5"
+"""`model_type` of Qwen3.5 models with an image encoder; published folders have it."""
+WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+"""Values in `layer_types`; the first two are keys of Gemma's `rope_parameters`, too."""
 
 _WINDOW_FAMILIES = ("qwen2", "qwen3", "mistral", GEMMA3)
 """Model types with attention windows; transformers ignores the window settings of all others."""
@@ -76,7 +78,35 @@ def shown(value: object) -> str:
 def head_size(config: dict[str, Any]) -> Any:
     """Return `head_dim`, or transformers' default if it is not set. The value is not checked."""
     shared = config["hidden_size"] // config["num_attention_heads"]
-    return config.get("head_dim") or {"qwen3": 128, GEMMA3: 256}.get(config["model_type"], shared)
+    defaults = {"qwen3": 128, GEMMA3: 256, QWEN35: 256}
+    return config.get("head_dim") or defaults.get(config["model_type"], shared)
+
+
+def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the language model's config in that of a Qwen3.5 model with an image encoder; return any
+    other config unchanged."""
+    text = config.get("text_config")
+    if config.get("model_type") != QWEN35_COMPOSITE or not isinstance(text, dict):
+        return config
+    own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
+    shared = {key: value for key, value in config.items() if not key.startswith(own)}
+    return {"model_type": QWEN35, **shared, **text}
+
+
+def has_linear_attention(config: dict[str, Any], where: str) -> list[bool]:
+    """Return for each layer of a Qwen3.5 model whether it has linear attention. Raises `UserError`,
+    beginning with `where`, for `layer_types` of another kind or number."""
+    fields, kinds = Fields(config, f"{where}: "), config.get("layer_types")
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    if kinds is None:
+        return gemma_windows(layers, fields.size("full_attention_interval", 4))
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or not {*map(str, kinds)} <= {LINEAR, FULL}
+    ):
+        raise UserError(f"{where}: layer_types is not a list of {layers} times {LINEAR} or {FULL}")
+    return [kind == LINEAR for kind in kinds]
 
 
 def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
@@ -199,6 +229,8 @@ def rope_of(config: dict[str, Any], where: str, *, local: bool = False) -> dict[
     rope = {"rope_theta": config.get(base, default), **fields, "rope_type": kind}
     if "partial_rotary_factor" in config:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if model_type == QWEN35:
+        rope.setdefault("partial_rotary_factor", 0.25)
     if kind in ("llama3", "yarn", "longrope"):
         context = "original_max_position_embeddings"
         rope.setdefault(context, config.get("max_position_embeddings"))

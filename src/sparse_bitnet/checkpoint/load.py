@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.config_fields import of_all_layers
+from sparse_bitnet.checkpoint.config_fields import of_all_layers, text_config_of
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
@@ -46,7 +46,7 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
             f"{path_or_id} has no {CONFIG_FILE}: name a GGUF file, {path_or_id}/FILE.gguf"
         )
     check_folder(folder)
-    stored = read_config(folder)
+    stored = text_config_of(read_config(folder))
     layers = stored.get("num_hidden_layers")
     config = {key: of_all_layers(value, layers) for key, value in stored.items()}
     check_layers(config, folder)

@@ -16,7 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.config_fields import MOST_LAYERS, check_basis, check_fields
+from sparse_bitnet.checkpoint.config_fields import (
+    MOST_LAYERS,
+    QWEN35,
+    QWEN35_COMPOSITE,
+    check_basis,
+    check_fields,
+)
 from sparse_bitnet.errors import UserError, os_errors_as, reason_of
 
 if TYPE_CHECKING:
@@ -323,19 +329,30 @@ class WeightFiles:
             paths = [whole] if index.is_file() else sorted(folder.glob("model*.safetensors"))
             if not paths:
                 raise UserError(f"{folder} holds no model*.safetensors")
-            return cls(paths)
+            return cls(paths)._of_text_model()
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index} is damaged: no weight_map")
         names = sorted(set(map(str, weight_map.values())))
-        return cls([file_inside(folder, name) for name in names])
+        return cls([file_inside(folder, name) for name in names])._of_text_model()
 
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
-        """Return the same tensors under other names."""
+        """Return the same tensors under other names, without those whose new name is empty."""
         files = copy.copy(self)
         for field in ("shapes", "dtypes", "_places"):
-            setattr(files, field, {new(name): each for name, each in getattr(self, field).items()})
+            named = {new(name): each for name, each in getattr(self, field).items() if new(name)}
+            setattr(files, field, named)
         return files
+
+    def _of_text_model(self) -> "WeightFiles":
+        """Return a Qwen3.5 language model's tensors under its names, without those of an image encoder
+        and of layers that predict several tokens; return any other model's unchanged."""
+        model_type = read_json_if_there(self.folder / CONFIG_FILE).get("model_type")
+        if model_type not in (QWEN35, QWEN35_COMPOSITE):
+            return self
+        ours = [name for name in self.shapes if not name.startswith(("mtp.", "model.visual."))]
+        names = {name: name.replace("model.language_model.", "model.", 1) for name in ours}
+        return self.renamed(lambda name: names.get(name, ""))
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import GATES
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.nn.straight_through import InputQuantizer
@@ -44,8 +45,8 @@ def convert_(
         model: a transformers model or any module made of `nn.Linear`.
         config: format of every converted layer, or its text form, such as "ternary-6:8".
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
-            experts. Default: all in the blocks, but never an embedding, an output head or a weight tied
-            to one. The config's `dense_layers` stay dense in either case.
+            experts. Default: all in the blocks, but never an embedding, an output head, a weight tied to
+            one or a gate of linear attention. The config's `dense_layers` stay dense in either case.
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
@@ -168,7 +169,8 @@ def _in_blocks(model: nn.Module) -> FilterFn:
     }
 
     def in_blocks(module: nn.Module, name: str) -> bool:
-        if module is head or id(getattr(module, "weight", None)) in embeddings:
+        is_gate = name.removesuffix(".weight").endswith(GATES)
+        if module is head or is_gate or id(getattr(module, "weight", None)) in embeddings:
             return False
         return not blocks or any(name.startswith(f"{block}.") for block in blocks)
 
