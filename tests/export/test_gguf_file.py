@@ -42,7 +42,7 @@ def test_the_smallest_preset_is_written(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "llama, mistral, gemma3_text, hunyuan_v1_dense, bitnet, not gpt2"),
+        ({"model_type": "gpt2"}, "gemma3_text, qwen3_5_text, hunyuan_v1_dense, bitnet, not gpt2"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
         (
             {

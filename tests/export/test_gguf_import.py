@@ -290,7 +290,7 @@ def test_a_file_of_an_export_comes_back_as_it_was(wide_checkpoint: Path, tmp_pat
     assert (imported - expected).norm() < 2e-3 * expected.norm()
 
 
-def _tokenizer(writer: Any) -> None:
+def add_tokenizer(writer: Any) -> None:
     alphabet = [chr(code) for code in range(33, 127)]
     tokens = [*alphabet, "ab", *(f"[PAD{index}]" for index in range(len(alphabet), 391))]
     writer.add_tokenizer_model("gpt2")
@@ -305,7 +305,7 @@ def _tokenizer(writer: Any) -> None:
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = ternary_model("qwen2", 256)
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    return write_gguf(path, model, "qwen2", quantised(Kind.TQ2_0), _tokenizer)
+    return write_gguf(path, model, "qwen2", quantised(Kind.TQ2_0), add_tokenizer)
 
 
 def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_tensors_that_hold_no_weights_are_named(
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", changed)
     with np.errstate(invalid="ignore"):
         path = write_gguf(
-            tmp_path / "model.gguf", model, "qwen2", quantised(Kind.TQ2_0), _tokenizer
+            tmp_path / "model.gguf", model, "qwen2", quantised(Kind.TQ2_0), add_tokenizer
         )
     with pytest.raises(UserError, match=message):
         import_checkpoint(path, tmp_path / "no", packed="i2")

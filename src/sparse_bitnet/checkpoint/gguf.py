@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, exported_format
+from sparse_bitnet.checkpoint.config_fields import LINEAR
+from sparse_bitnet.checkpoint.gguf_architectures import full_name
 from sparse_bitnet.checkpoint.gguf_config import (
     FORMAT,
     ROPE_FACTORS,
@@ -21,9 +23,11 @@ from sparse_bitnet.checkpoint.gguf_config import (
     config_of,
 )
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.gguf_order import from_file, stored_order, stored_shape
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.load import load_with
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.layer_config import GATES
 from sparse_bitnet.packing.gguf_blocks import I2_S, I2_S_ARM, in_arm_order
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 
@@ -36,6 +40,8 @@ _SCALES = ("scale", "weight_scale")
 _LAYERS_TOLD_BY, _SURE = 4, 64
 """Number of layers that decide the order of I2_S's codes, and the sum of n r^2 that is decisive: it is
 about 4 for unrelated numbers, and above 64 once in 10^12 cases."""
+_UNREAD = ("v.", "mm.", "mtp.")
+"""Prefixes of the tensors of an image encoder, and of layers that predict several tokens."""
 _LOOKED_AT = 64
 """Number of rows of a float matrix that decide whether it is ternary."""
 
@@ -60,7 +66,9 @@ class GgufCheckpoint(Checkpoint):
         self.names = {name: self.architecture.stored_name(name) for name in self.shapes}
         matrices = [name for name, shape in self.shapes.items() if len(shape) == 2]
         self._check_tensors(matrices)
-        linears = [name for name in matrices if not name.startswith(_TABLES)]
+        gates = [n for n in matrices if n.removesuffix(".weight").endswith(GATES)]
+        gates = [name for name in gates if not self.is_ternary(name)]
+        linears = [n for n in matrices if not n.startswith(_TABLES) and n not in gates]
         plain, said = [name for name in linears if not self.is_ternary(name)], ""
         if plain:
             stored = self.names[plain[0]]
@@ -74,7 +82,8 @@ class GgufCheckpoint(Checkpoint):
         self.layers = {name.removesuffix(".weight"): self.shapes[name] for name in linears}
         self.others = {n: shape for n, shape in self.shapes.items() if n not in linears}
         self.dtypes = dict.fromkeys(self.others, "F32")
-        self.stored, self.dense_linears = list(self.others), ["lm_head"]
+        self.stored = list(self.others)
+        self.dense_linears = ["lm_head", *(name.removesuffix(".weight") for name in gates)]
         self.embeddings = [f"{n}.weight" for n in _TABLES if f"{n}.weight" in self.others]
         self.scales: dict[str, np.float32] = {}
         scales = metadata.get(WEIGHT_SCALES)
@@ -91,7 +100,13 @@ class GgufCheckpoint(Checkpoint):
         scales = {
             self.names[name].removesuffix("weight") + end for name in matrices for end in _SCALES
         }
-        if unknown := sorted(tensors.keys() - {ROPE_FACTORS, *scales, *self.names.values()}):
+        known = {ROPE_FACTORS, *scales, *self.names.values()}
+        unread: tuple[str, ...] = ()
+        if self.architecture.linear_block:
+            blocks = self.gguf.metadata[f"{self.architecture.name}.block_count"]
+            predicting = range(self.config["num_hidden_layers"], blocks)
+            unread = (*_UNREAD, *(f"blk.{block}." for block in predicting))
+        if unknown := sorted(n for n in tensors.keys() - known if not n.startswith(unread)):
             raise UserError(
                 f"{path}: tensor {unknown[0]} is not supported; `distill` and --engine transformers may "
                 "support the model that this file was made from"
@@ -99,10 +114,10 @@ class GgufCheckpoint(Checkpoint):
         for name, stored in self.names.items():
             if stored not in tensors:
                 raise UserError(f"{path} lacks a tensor for {name}: it is incomplete")
-            if (own := tensors[stored].shape) != self.shapes[name]:
+            needed = stored_shape(name, self.shapes[name])
+            if (own := tensors[stored].shape) != needed:
                 raise UserError(
-                    f"{path}: tensor {stored} is {list(own)}, its metadata needs "
-                    f"{list(self.shapes[name])}"
+                    f"{path}: tensor {stored} is {list(own)}, its metadata needs {list(needed)}"
                 )
             self._factor(stored)
 
@@ -131,6 +146,11 @@ class GgufCheckpoint(Checkpoint):
         sizes = {"head": head, "queries": heads * head, "hidden": config["hidden_size"]}
         sizes["keys"] = config["num_key_value_heads"] * head
         sizes["intermediate"] = config["intermediate_size"]
+        if kinds := config.get("layer_types") if self.architecture.linear_block else None:
+            inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+            linear_keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            sizes |= {"gated_queries": 2 * heads * head, "values": inner, "one": 1}
+            sizes |= {"linear_qkv": 2 * linear_keys + inner, **config}
         always = self.architecture.biases == "always"
         biased = {"attn_q", "attn_k", "attn_v"} if always or config["attention_bias"] else set()
         if biased and not always:
@@ -138,9 +158,11 @@ class GgufCheckpoint(Checkpoint):
         table = (config["vocab_size"], config["hidden_size"])
         yield f"{_TABLES[0]}.weight", table
         for layer in range(config["num_hidden_layers"]):
-            for part, (name, *shape) in self.architecture.block.items():
+            is_linear = kinds and kinds[layer] == LINEAR
+            block = self.architecture.linear_block if is_linear else self.architecture.block
+            for part, (name, *shape) in block.items():
                 full = f"model.layers.{layer}.{name}"
-                yield f"{full}.weight", tuple(sizes[size] for size in shape)
+                yield full_name(full), tuple(sizes[size] for size in shape)
                 if part in biased:
                     yield f"{full}.bias", (sizes[shape[0]],)
         yield "model.norm.weight", (config["hidden_size"],)
@@ -149,16 +171,12 @@ class GgufCheckpoint(Checkpoint):
 
     def stored_values(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """Return a tensor, or some of its rows, in float32."""
-        stored, turned = self.names[name], self._turned(name)
-        values, factor = (
-            self.gguf.floats(stored, slice(None) if turned else part),
-            self._factor(stored),
-        )
+        stored, factor = self.names[name], self._factor(self.names[name])
+        order = stored_order(self.architecture, self.config, name)
+        is_same = len(self.shapes[name]) == 2 and order is None
+        values = self.gguf.floats(stored, part if is_same else slice(None))
         values = values if factor == 1 else values * factor
-        if turned:
-            return self._in_halves(name, values)[part]
-        offset = self.architecture.offset_of(name)
-        return values - offset if offset else values
+        return values if is_same else from_file(self.architecture, self.config, name, values)[part]
 
     def _factor(self, stored: str) -> np.float32:
         """Return the factor of a whole matrix, from the scale tensor beside it; 1 without one."""
@@ -171,16 +189,6 @@ class GgufCheckpoint(Checkpoint):
                 "other than zero"
             )
         return np.float32(factors[0].item())
-
-    def _turned(self, name: str) -> bool:
-        is_rotated = name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
-        return self.architecture.rotates_neighbours and is_rotated
-
-    def _in_halves(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Reorder rows of q or k: rotated pairs move from neighbours to the two halves of a head."""
-        heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
-        by_head = values.reshape(self.config[heads], -1, 2, *values.shape[1:])
-        return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(values.shape)
 
     def write_tokenizer(self, folder: Path) -> bool:
         write_tokenizer(self.gguf.metadata, self.gguf.path, folder)
@@ -205,9 +213,9 @@ class GgufCheckpoint(Checkpoint):
             )
         codes, scales = self.gguf.codes(stored, block)
         scales = scales.astype(np.float32) * self._factor(stored)
-        if self._turned(name):
-            codes = self._in_halves(layer, codes)
-            scales = self._in_halves(layer, scales) if len(scales) > 1 else scales
+        if (order := stored_order(self.architecture, self.config, name)) is not None:
+            scales = order.inverse().of_scales(scales, codes.shape[1])
+            codes = np.ascontiguousarray(order.inverse().of_values(codes))
         ternary = with_fewest_scales(codes, scales, layer)
         # The products are float32; scales that float16 holds exactly are stored as float16.
         with np.errstate(over="ignore"):

@@ -2,12 +2,13 @@
 """GGUF architectures and their transformers models: one row each, used for reading and for writing."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sparse_bitnet.checkpoint.config_fields import GEMMA3, HUNYUAN
+from sparse_bitnet.checkpoint.config_fields import GEMMA3, HUNYUAN, QWEN35
 
 Part = tuple[str, ...]
-"""transformers' name of a tensor in its block, then the names of the sizes in its shape."""
+"""transformers' name of a tensor in its block, then the sizes in its shape: names, or config fields."""
 
 _ATTENTION: dict[str, Part] = {
     "attn_q": ("self_attn.q_proj", "queries", "hidden"),
@@ -52,8 +53,28 @@ _LINEAR_NORMS = {
     for stored, (name, _, columns) in (_ATTENTION | _FEED_FORWARD).items()
 }
 _GEMMA = _ATTENTION | _HEAD_NORMS | _FEED_FORWARD | _GEMMA_NORMS
+_QWEN35_NORMS = {name: _GEMMA_NORMS[name] for name in ("attn_norm", "post_attention_norm")}
+_GATED = {"attn_q": ("self_attn.q_proj", "gated_queries", "hidden")}
+_QWEN35 = _ATTENTION | _GATED | _HEAD_NORMS | _FEED_FORWARD | _QWEN35_NORMS
+_LINEAR: dict[str, Part] = {
+    "ssm_dt.bias": ("linear_attn.dt_bias", "linear_num_value_heads"),
+    "ssm_a": ("linear_attn.A_log", "linear_num_value_heads"),
+    "ssm_conv1d": ("linear_attn.conv1d", "linear_qkv", "one", "linear_conv_kernel_dim"),
+    "ssm_norm": ("linear_attn.norm", "linear_value_head_dim"),
+    "ssm_out": ("linear_attn.out_proj", "hidden", "values"),
+    "attn_qkv": ("linear_attn.in_proj_qkv", "linear_qkv", "hidden"),
+    "attn_gate": ("linear_attn.in_proj_z", "values", "hidden"),
+    "ssm_beta": ("linear_attn.in_proj_b", "linear_num_value_heads", "hidden"),
+    "ssm_alpha": ("linear_attn.in_proj_a", "linear_num_value_heads", "hidden"),
+    **(_FEED_FORWARD | _QWEN35_NORMS),
+}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors outside the blocks."""
+
+
+def full_name(name: str) -> str:
+    """Return the name of a module's weight, or that of a bare parameter."""
+    return name if name.endswith(("dt_bias", "A_log")) else f"{name}.weight"
 
 
 class GgufArchitecture(NamedTuple):
@@ -67,6 +88,8 @@ class GgufArchitecture(NamedTuple):
     """Fields of config.json that the file's metadata does not contain."""
     block: Mapping[str, Part] = _PLAIN
     """Tensors of a block by the file's names."""
+    linear_block: Mapping[str, Part] = MappingProxyType({})
+    """Tensors of a block with linear attention (Gated DeltaNet); empty if there are no such blocks."""
     rotates_neighbours: bool = False
     """Whether rotated pairs are neighbouring rows of q and k; in transformers, halves of a head."""
     biases: str = ""
@@ -85,17 +108,20 @@ class GgufArchitecture(NamedTuple):
 
     def offset_of(self, name: str) -> float:
         """Return the offset of a tensor, by transformers' name: `norm_offset` for a norm, else 0."""
-        is_norm = name.endswith("norm.weight") and not name.endswith("proj.norm.weight")
-        return self.norm_offset if is_norm else 0.0
+        is_plain = name.endswith(("proj.norm.weight", "linear_attn.norm.weight"))
+        return self.norm_offset if name.endswith("norm.weight") and not is_plain else 0.0
 
     def stored_name(self, name: str) -> str:
         """Return the file's name of a transformers tensor; empty if the architecture lacks it."""
+        names, prefix = {ours: stored for stored, ours in _TOP.items()}, ""
+        if name.startswith("model.layers."):
+            layer, _, name = name.removeprefix("model.layers.").partition(".")
+            parts = {**self.block, **self.linear_block}
+            names, prefix = {ours: stored for stored, (ours, *_) in parts.items()}, f"blk.{layer}."
+        if name in names and full_name(name) == name:
+            return prefix + names[name]
         base, _, end = name.rpartition(".")
-        names = {ours: stored for stored, ours in _TOP.items()}
-        if base.startswith("model.layers."):
-            layer, _, base = base.removeprefix("model.layers.").partition(".")
-            names = {ours: f"blk.{layer}.{stored}" for stored, (ours, *_) in self.block.items()}
-        return f"{names[base]}.{end}" if base in names and end in ("weight", "bias") else ""
+        return f"{prefix}{names[base]}.{end}" if base in names and end in ("weight", "bias") else ""
 
 
 _SILU, _RELU2 = {"hidden_act": "silu"}, {"hidden_act": "relu2"}
@@ -123,6 +149,7 @@ ARCHITECTURES = (
     ),
     _GEMMA3,
     _with_linear_norms(_GEMMA3),
+    GgufArchitecture("qwen35", QWEN35, _SILU, _QWEN35, linear_block=_LINEAR, norm_offset=1.0),
     GgufArchitecture(
         "hunyuan-dense", HUNYUAN, _SILU, _ATTENTION | _ROTATED_NORMS | _FEED_FORWARD | _NORMS
     ),

@@ -9,12 +9,14 @@ import numpy as np
 from sparse_bitnet.checkpoint.config_fields import (
     FULL,
     GEMMA3,
+    LINEAR,
     MOST_LAYERS,
     WINDOWED,
     Fields,
     check_experts,
     check_fields,
     gemma_windows,
+    has_linear_attention,
     head_size,
     of_all_layers,
     rope_of,
@@ -49,6 +51,19 @@ _KV_HEADS, _EPSILON = "attention.head_count_kv", "attention.layer_norm_rms_epsil
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
+_LINEAR_SIZES = {
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", 4),
+    "ssm.state_size": ("linear_key_head_dim", 128),
+    "ssm.group_count": ("linear_num_key_heads", 16),
+    "ssm.time_step_rank": ("linear_num_value_heads", 32),
+}
+"""Metadata key, after state space models -> field of linear attention, and transformers' default."""
+_INNER, _INTERVAL = "ssm.inner_size", "full_attention_interval"
+_RECURRENT, _PREDICTING = "attention.recurrent_layers", "nextn_predict_layers"
+_SECTIONS = "rope.dimension_sections"
+"""Numbers of rotated pairs for the time, height and width of a position, which are equal in text."""
+_OF_QWEN35 = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Rope parameters that a file of Qwen3.5 has other keys for, or none."""
 _SCALING = "rope.scaling"
 _KINDS = ("linear", "yarn")
 _READ = (
@@ -102,6 +117,8 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
     is_gemma = architecture.model_type == GEMMA3
     read = [*_READ, *([_WINDOW] if architecture.windows else [])]
     read += [_PATTERN, _LOCAL_ROPE_BASE, "final_logit_softcapping"] if is_gemma else []
+    if architecture.linear_block:
+        read += [*_LINEAR_SIZES, _INNER, _INTERVAL, _RECURRENT, _PREDICTING, _SECTIONS]
     check_fields(
         {key: v for key, v in file.metadata.items() if not key.startswith(_OF_THE_FILE)},
         [prefix + key for key in read],
@@ -131,8 +148,10 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "rope_parameters": _rope(file, fields, head, prefix),
+        "rope_parameters": _rope(file, fields, head, prefix, bool(architecture.linear_block)),
     }
+    if architecture.linear_block:
+        config |= _linear_config(fields, str(file.path))
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > rows:
         raise UserError(
@@ -164,12 +183,38 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
     }
 
 
-def _rope(file: GgufFile, fields: Fields, head: int, prefix: str) -> dict[str, Any]:
-    """Return the rope parameters for heads of that size."""
+def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
+    """Return the fields of config.json for linear attention, and the number of layers: blocks behind them
+    predict several tokens and are not read. Raises `UserError` for sizes that do not fit together.
+    """
+    config: dict[str, Any] = {field: fields.size(key) for key, (field, _) in _LINEAR_SIZES.items()}
+    blocks = fields.size(_LAYERS, most=MOST_LAYERS)
+    predicting = fields.size(_PREDICTING, most=blocks - 1) if fields.is_set(_PREDICTING) else 0
+    heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    config["linear_value_head_dim"] = head = config["linear_key_head_dim"]
+    if fields.size(_INNER) != heads * head or heads % keys:
+        raise UserError(
+            f"{where}: {heads} value heads of {head} values fit neither {_INNER} nor {keys} key heads"
+        )
+    is_linear, every = fields.values.get(_RECURRENT), fields.size(_INTERVAL, 4)
+    if is_linear is None:
+        is_linear = [bool((block + 1) % every) for block in range(blocks)]
+    elif not isinstance(is_linear, list) or len(is_linear) != blocks:
+        raise UserError(f"{where}: {_RECURRENT} is {shown(is_linear)}, not {blocks} flags")
+    kinds = [LINEAR if is_one else FULL for is_one in is_linear[: blocks - predicting]]
+    return config | {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _rope(
+    file: GgufFile, fields: Fields, head: int, prefix: str, is_partial: bool
+) -> dict[str, Any]:
+    """Return the rope parameters for heads of that size; `is_partial`: rotated in part."""
     rope: dict[str, Any] = {"rope_type": "default"}
     rope["rope_theta"] = fields.optional(_ROPE_BASE, 10_000.0)
     rotated = fields.size(_HEAD_SIZES[2], head)
-    if rotated != head or head % 2:
+    if is_partial and rotated % 2 == 0 and int(head * (rotated / head)) == rotated < head:
+        rope["partial_rotary_factor"] = rotated / head
+    elif rotated != head or head % 2:
         raise UserError(
             f"{file.path}: {prefix}{_HEAD_SIZES[2]} is {rotated}, but sparse-bitnet rotates all values "
             f"of a head, an even number; this model's have {head}"
@@ -190,7 +235,8 @@ def _rope(file: GgufFile, fields: Fields, head: int, prefix: str) -> dict[str, A
     if ROPE_FACTORS not in file.tensors:
         return rope
     # llama3's parameters must reproduce the frequency factors in the file.
-    factors, count = file.floats(ROPE_FACTORS), head // 2 if kind == "none" else 0
+    is_plain = kind == "none" and not is_partial
+    factors, count = file.floats(ROPE_FACTORS), head // 2 if is_plain else 0
     for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
         llama3 = {"factor": float(factors.max()), "original_max_position_embeddings": context}
         if np.allclose(factors, _llama3_factors(rope["rope_theta"], count, llama3), rtol=1e-4):
@@ -236,8 +282,29 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
             expect("layers without a window", has_window.count(False), 0)
         elif has_window != gemma_windows(len(windows)):
             values[_PATTERN] = has_window
-    values |= _rope_metadata(rope_of(config, where), where)
+    rope = rope_of(config, where)
+    if architecture.linear_block:
+        numbers = Fields(rope, f"{where}: rope parameter ")
+        values[_HEAD_SIZES[2]] = rotated = int(head * numbers["partial_rotary_factor"])
+        values |= _linear_metadata(config, rotated, where)
+        key_head = config.get("linear_key_head_dim", 128)
+        expect("linear_value_head_dim", config.get("linear_value_head_dim", 128), key_head)
+        rope = {key: rope[key] for key in rope if key not in _OF_QWEN35}
+        if rope["rope_type"] == "llama3":
+            expect("rope_type", "llama3", "default, linear or yarn")
+    values |= _rope_metadata(rope, where)
     return architecture, {f"{architecture.name}.{key}": value for key, value in values.items()}
+
+
+def _linear_metadata(config: dict[str, Any], rotated: int, where: str) -> dict[str, Any]:
+    """Return the metadata of a config.json's linear attention, with `rotated` values of a head."""
+    fields = Fields(config, f"{where}: ")
+    values: dict[str, Any] = {key: fields.size(*field) for key, field in _LINEAR_SIZES.items()}
+    inner = fields.size("linear_value_head_dim", 128) * values["ssm.time_step_rank"]
+    # llama.cpp aborts on too many pairs, and takes pairs of no section for those of position 0.
+    sections = [(rotated // 2 + more) // 3 for more in (2, 1, 0)]
+    values |= {_INNER: inner, _SECTIONS: [*sections, 0]}
+    return values | {_RECURRENT: has_linear_attention(config, where)}
 
 
 def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:

@@ -10,7 +10,7 @@ activations per block instead of per token, so its logits are close to ours, nev
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +29,10 @@ from sparse_bitnet.checkpoint.gguf_config import (
     metadata_of,
     rope_factors,
 )
+from sparse_bitnet.checkpoint.gguf_order import stored_order, stored_shape, to_file
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
+from sparse_bitnet.layer_config import GATES
 from sparse_bitnet.packing.gguf_blocks import I2_S, BlockType, block_for
 from sparse_bitnet.progress import OnProgress
 
@@ -118,6 +120,9 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
     groups = scale_groups(source)
     for layer, (rows, columns) in source.layers.items():
         block, group = block_for(columns, wanted), groups[layer]
+        order = stored_order(row, source.config, layer)
+        if 0 < group < columns and order is not None and order.columns is not None:
+            group = gcd(group, order.run)
         if group and (block is I2_S or group % block.codes):
             own = "matrix" if block is I2_S else str(block.codes)
             raise UserError(
@@ -129,7 +134,8 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
         name = gguf_name(f"{layer}.weight")
         tensors.append(GgufTensor(name, block.type_id, (rows, columns), size, make))
     for name, shape in source.others.items():
-        kind = F32 if len(shape) == 1 else GGMLQuantizationType[embeddings.upper()]
+        is_small = len(shape) != 2 or name.removesuffix(".weight").endswith(GATES)
+        kind = F32 if is_small else GGMLQuantizationType[embeddings.upper()]
         values, size = GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % values:
             raise UserError(
@@ -138,7 +144,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
             )
         make = partial(_plain, source, row, name, kind)
         size = prod(shape) // values * size
-        tensors.append(GgufTensor(gguf_name(name), kind, shape, size, make))
+        tensors.append(GgufTensor(gguf_name(name), kind, stored_shape(name, shape), size, make))
     if row.biases == "always":
         # llama.cpp's qwen2 requires biases; a model without them gets zeros.
         for layer, (rows, _) in source.layers.items():
@@ -161,38 +167,18 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
             f"layer {layer}: its weight scale {scale[far][0]:.3g} is out of range for the float16 of "
             f"{block.name}; use --to bitnet"
         )
-    if not row.rotates_neighbours:
+    if (order := stored_order(row, source.config, layer)) is None:
         return block.pack(codes.numpy(), scale)
-    if scale.ndim:
-        scale = _in_rotation_order(source, layer, scale)
-    return block.pack(_in_rotation_order(source, layer, codes.numpy()), scale)
-
-
-def _in_rotation_order(source: Checkpoint, name: str, values: np.ndarray) -> np.ndarray:
-    """Reorder rows for llama.cpp's llama, which rotates neighbouring rows of a head; transformers
-    rotates rows half a head apart."""
-    config = source.config
-    projection = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2]
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
-    if heads is None:
-        return values
-    count = config.get(heads) or config["num_attention_heads"]
-    order = np.arange(len(values)).reshape(count, 2, -1).swapaxes(1, 2).reshape(-1)
-    return values[order]
+    return block.pack(order.of_values(codes.numpy()), order.of_scales(scale, codes.shape[1]))
 
 
 def _plain(
     source: Checkpoint, row: GgufArchitecture, name: str, kind: GGMLQuantizationType
 ) -> np.ndarray:
-    is_turned = row.rotates_neighbours and name.endswith((".bias", "proj.weight"))
-    if len(source.others[name]) == 2 and not is_turned:
+    if len(source.others[name]) == 2 and stored_order(row, source.config, name) is None:
         return np.concatenate([_encoded(part, kind) for part in source.pieces(name)])
-    tensor = source.read(name)
-    if offset := row.offset_of(name):
-        tensor = tensor.float() + offset
-    elif is_turned:
-        tensor = torch.from_numpy(_in_rotation_order(source, name, tensor.float().numpy()))
-    return _encoded(tensor, kind)
+    values = to_file(row, source.config, name, source.read(name).float().numpy())
+    return _encoded(torch.from_numpy(values), kind)
 
 
 def _encoded(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:

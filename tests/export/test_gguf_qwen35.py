@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3.5 in GGUF files: blocks of two kinds, value heads in another order, tensors that are not read."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_gguf_import import Write, add_tokenizer, by_our_layout, gguf, logits, quantised
+
+from factories import tiny_model
+from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.importer import import_checkpoint
+
+KEYS, SHARED, HEAD = 2, 3, 128
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 392, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    **{"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD},
+    **{"linear_num_key_heads": KEYS, "linear_num_value_heads": KEYS * SHARED},
+}
+NAMES = {
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    "self_attn.o_proj": "attn_output",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+}
+TERNARY = (*(f"{name}_proj.weight" for name in "qkvo"), "in_proj_qkv.weight", "in_proj_z.weight")
+TERNARY = (*TERNARY, "out_proj.weight", *(f"{n}_proj.weight" for n in ("gate", "up", "down")))
+Q2_0 = by_our_layout("Q2_0", 128)
+
+
+def tiled(values: np.ndarray, size: int) -> np.ndarray:
+    """Value heads of `size` rows: first those that come first for their key head."""
+    by_key = values.reshape(KEYS, SHARED, size, *values.shape[1:])
+    return by_key.swapaxes(0, 1).reshape(values.shape)
+
+
+def grouped(values: np.ndarray) -> np.ndarray:
+    """The columns of tiled value heads as in transformers."""
+    by_place = values.reshape(len(values), SHARED, KEYS, HEAD)
+    return by_place.swapaxes(1, 2).reshape(values.shape)
+
+
+def ternary_qwen35(group: int, **changes: Any) -> Any:
+    """A random model whose matrices are ternary, with a scale for every `group` weights in the file."""
+    model = tiny_model("qwen3_5_text", **(SIZES | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith(TERNARY):
+            codes = torch.randint(-1, 2, parameter.shape).unflatten(1, (-1, group))
+            scales = (torch.rand(*codes.shape[:2], 1) * 0.1 + 0.02).half().float()
+            values = (codes * scales).flatten(1).numpy()
+            values = grouped(values) if name.endswith("out_proj.weight") else values
+            parameter.data = torch.from_numpy(np.ascontiguousarray(values))
+        elif parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return model.eval()
+
+
+def stored(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """Name and values of a tensor as converters of llama.cpp write them."""
+    stem, _, end = name.rpartition(".")
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        values = values + np.float32(1)
+    if stem in top:
+        return f"{top[stem]}.{end}", values
+    _, _, layer, part = name.split(".", 3)
+    part, keys = part.removesuffix(".weight"), 2 * KEYS * HEAD
+    match part.removeprefix("linear_attn."):
+        case "A_log":
+            values = np.float32(-1) * np.exp(values.astype(np.float64)).astype(np.float32)
+            return f"blk.{layer}.ssm_a", tiled(values, 1)
+        case "dt_bias":
+            return f"blk.{layer}.ssm_dt.bias", tiled(values, 1)
+        case "in_proj_qkv" | "conv1d":
+            values = values.squeeze()
+            values = np.concatenate([values[:keys], tiled(values[keys:], HEAD)])
+        case "in_proj_z":
+            values = tiled(values, HEAD)
+        case "in_proj_a" | "in_proj_b":
+            values = tiled(values, 1)
+        case "out_proj":
+            values = tiled(values.T, HEAD).T
+    return f"blk.{layer}.{NAMES[part]}.{end}", np.ascontiguousarray(values)
+
+
+def metadata(config: Any) -> dict[str, Any]:
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        **{"attention.head_count": 4, "attention.head_count_kv": 2},
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        **{"attention.key_length": 64, "attention.value_length": 64},
+        **{"rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]},
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+        **{"ssm.conv_kernel": 4, "ssm.state_size": HEAD, "ssm.group_count": KEYS},
+        **{"ssm.time_step_rank": KEYS * SHARED, "ssm.inner_size": KEYS * SHARED * HEAD},
+        "full_attention_interval": 4,
+    }
+
+
+def write_qwen35(
+    path: Path, model: Any, write: Write | None, changes: Any = None, *, tokenizer: bool = False
+) -> Path:
+    """Write what a converter of llama.cpp writes: ternary matrices through `write`, else all as floats.
+
+    `changes`: metadata key -> another value, None to leave it out; name of a tensor -> an array.
+    """
+    fields, tensors = metadata(model.config), dict[str, Any]()
+    for name, value in (changes or {}).items():
+        (tensors if isinstance(value, np.ndarray) else fields)[name] = value
+    writer = gguf.GGUFWriter(path, "qwen35")
+    if tokenizer:
+        add_tokenizer(writer)
+    types = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+    for key, value in fields.items():
+        if value is not None:
+            kind = types.get(type(value), gguf.GGUFValueType.ARRAY)
+            writer.add_key_value(f"qwen35.{key}", value, kind)
+    for own, tensor in model.state_dict().items():
+        if own == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        name, values = stored(own, tensor.numpy())
+        if own.endswith(TERNARY) and write is not None:
+            write(writer, name, values)
+        elif name not in tensors:
+            writer.add_tensor(name, values)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def assert_same_model(source: Any, model: Any) -> None:
+    """Require the model's matrices, and its other tensors up to a rounding of the decays."""
+    assert {f"{name}.weight" for name in source.layers} == {
+        name for name in model.state_dict() if name.endswith(TERNARY)
+    }
+    for name, expected in model.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if layer in source.layers:
+            values = torch.as_tensor(source.ternary(layer).values())
+            assert torch.equal(values, expected), name
+        elif name in source.others:
+            values = torch.as_tensor(source.read(name))
+            torch.testing.assert_close(values, expected, atol=5e-7, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("group", "write", "type"),
+    [(256, quantised(gguf.GGMLQuantizationType.TQ2_0), "q2_0"), (128, Q2_0, "q2_0")],
+    ids=["TQ2_0", "Q2_0 of 128"],
+)
+def test_heads_and_their_scales_return_to_their_order(
+    tmp_path: Path, group: int, write: Write, type: str
+) -> None:
+    """A block of 256 weights spans two heads, which lie apart in transformers. Our own file of the model
+    holds what a converter writes."""
+    model = ternary_qwen35(group, tie_word_embeddings=group == 256)
+    path = write_qwen35(tmp_path / "model.gguf", model, write, tokenizer=True)
+    assert_same_model(open_checkpoint(path, "foreign"), model)
+    import_checkpoint(path, tmp_path / "packed", packed="i2", embeddings="float32")
+    assert_same_model(open_checkpoint(tmp_path / "packed"), model)
+    export(tmp_path / "packed", tmp_path / "out", ExportConfig(format=f"gguf-{type}"))
+    ours, theirs = GgufFile(next((tmp_path / "out").glob("*.gguf"))), GgufFile(path)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name in theirs.tensors:
+        expected = theirs.floats(name)
+        places = 3 if name.startswith(("token_embd", "output.")) else 6
+        np.testing.assert_array_almost_equal(ours.floats(name), expected, places, name)
+
+
+def test_a_file_of_floats_is_the_same_model(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_5_text", **SIZES).eval()
+    source = find_checkpoint(write_qwen35(tmp_path / "model.gguf", model, None))
+    assert source.kind == "dense"
+    torch.testing.assert_close(logits(source.load().eval()), logits(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_layers_of_any_order_and_tensors_that_are_not_read(tmp_path: Path, is_listed: bool) -> None:
+    """Layers that predict several tokens and an image encoder are ignored by name, nothing else."""
+    kinds = ["full_attention", "linear_attention"] * 2 if is_listed else None
+    model = ternary_qwen35(128, layer_types=kinds)
+    unread = {"blk.4.nextn.eh_proj.weight": np.ones((256, 512), np.float32)}
+    unread |= {name: np.ones(4, np.float32) for name in ("blk.4.ssm_a", "v.post_ln.weight")}
+    changes = {"block_count": 5, "nextn_predict_layers": 1}
+    if is_listed:
+        changes["attention.recurrent_layers"] = [False, True, False, True, False]
+    path = write_qwen35(tmp_path / "model.gguf", model, Q2_0, changes | unread)
+    source = open_checkpoint(path)
+    assert_same_model(source, model)
+    assert source.config["layer_types"] == model.config.layer_types
+    for name in ("blk.3.nextn.enorm.weight", "x.weight"):
+        more = changes | {name: np.ones(4, np.float32)}
+        path = write_qwen35(tmp_path / "other.gguf", model, Q2_0, more)
+        with pytest.raises(UserError, match=f"tensor {name} is not supported"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssm.state_size": None}, "ssm.state_size is None, not a positive size"),
+        ({"ssm.inner_size": 512}, "6 value heads of 128 values fit neither"),
+        ({"ssm.group_count": 4}, "nor 4 key heads"),
+        ({"ssm.conv_kernel": 3}, r"blk.0.ssm_conv1d.weight is \[1280, 4\], its metadata needs"),
+        ({"attention.recurrent_layers": [True]}, r"recurrent_layers is \[True\], not 4 flags"),
+        ({"full_attention_interval": 2}, "tensor blk.1.attn_gate.weight is not supported"),
+        ({"nextn_predict_layers": 4}, "nextn_predict_layers is above 3"),
+        ({"rope.dimension_count": 15}, "rope.dimension_count is 15, but"),
+        ({"ssm.dt_b_c_rms": [1]}, "ssm.dt_b_c_rms = .* is not supported"),
+        ({"blk.1.ssm_a": np.float32([-1, -1, 0, -1, -1, -1])}, "decay is not a negative number"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write_qwen35(tmp_path / "model.gguf", ternary_qwen35(128), Q2_0, changes)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(path).read("model.layers.1.linear_attn.A_log")
