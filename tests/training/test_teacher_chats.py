@@ -76,7 +76,7 @@ UNUSABLE = {
     "no token after": TEMPLATE.replace("content }}{{ eos_token }}", "content }}"),
     "no text before": "{{ messages[0].content }}{{ eos_token }}",
     "refuses": "{{ raise_exception('no') }}",
-    "writes no more conversations .dropped 0 repeated, 44 too long": TEMPLATE,
+    "writes no more conversations .dropped 44 too long": TEMPLATE,
 }
 
 
