@@ -386,7 +386,7 @@ def set_integer_forward_(model: nn.Module, integer: bool) -> None:
         # Only trying a registered quantiser shows how many scales it returns.
         rows = torch.zeros(2, layer.in_features)
         one_scale = not config.variant("schedule").blends and (
-            config.is_plain or select(rows, config).value is None
+            config.is_plain or getattr(select(rows, config).weight_scale, "ndim", 0) == 0
         )
         if not (has_codes and one_scale):
             raise UserError(

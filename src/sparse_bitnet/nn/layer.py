@@ -222,8 +222,9 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             selection = self.select()
         gradient_mask = self._gradient_mask(selection, self.weight)
         x, codes, scale = self._transformed(input), selection.codes, selection.weight_scale
-        if codes is not None and scale is not None and self.config.activation != "none":
-            if selection.value is None:
+        in_int8 = selection.value is None and self.config.activation != "none"
+        if in_int8 and codes is not None and scale is not None:
+            if scale.dim() == 0:
                 return ternary_int8_linear(
                     x,
                     self.weight,
@@ -234,7 +235,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
                     integer=self.integer_forward,
                     quantized=self.inputs.codes(x),
                 )
-            if selection.blend is None and not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return several_scales_linear(x, self.bias, codes, scale, self.inputs.codes(x))
         weight: Tensor = self.weight
         if codes is not None or selection.mask is not None or selection.value is not None:

@@ -37,7 +37,7 @@ class Selection(NamedTuple):
     mask_flips: Tensor | None = None
     """int64 scalar, positions that differ from those of the step before; None without these."""
     value: Tensor | None = None
-    """The effective weight, where forwards multiply with it and not with codes of one scale."""
+    """The effective weight, where it is not that of codes and scale, or mask."""
     blend: Tensor | None = None
     """float32 scalar, the share of the quantised input in the forward's; None is all of it."""
 
@@ -46,7 +46,7 @@ class Selection(NamedTuple):
         if self.value is not None:
             return self.value
         if self.codes is not None and self.weight_scale is not None:
-            return self.codes * spread_scale(self.weight_scale, weight.shape[-1])
+            return _scaled(self.codes, self.weight_scale)
         return weight if self.mask is None else weight * self.mask
 
 
@@ -115,20 +115,22 @@ def _select_registered(
             mask = nm_mask(weight, pattern)
         else:
             ranked = _checked(score, score.call(weight, matrix=matrix), weight)
-            mask = nm_mask(_as_magnitudes(ranked), pattern)
+            # Built-in scores are magnitudes already, and kernels rank float32.
+            keys = _as_magnitudes(ranked) if score.is_foreign else ranked.float()
+            mask = nm_mask(keys, pattern)
         if score.has("shrink") and not pattern.is_dense:
             latent = _checked(score, score.call(weight, mask, pattern.m, hook="shrink"), weight)
-    kept = latent if mask is None else latent * mask
+    masked = config.weight == "full" or config.scale_source == "masked" or blend < 1
+    kept = latent * mask if masked and mask is not None else latent
     codes = scale = value = None
     if config.weight == "full":
         value = kept if latent is not weight else None
     else:
         source = kept if config.scale_source == "masked" else latent
         codes, scale = _quantized(config.variant("quantizer"), source, mask, matrix)
-        value = None if scale.dim() == 0 else codes * spread_scale(scale, weight.shape[-1])
     if blend < 1:
         if codes is not None and scale is not None:
-            value = codes * spread_scale(scale, weight.shape[-1])
+            value = _scaled(codes, scale)
         value = torch.lerp(kept.float(), kept.float() if value is None else value.float(), blend)
     share = None if blend == 1 else weight.new_full((), blend, dtype=torch.float32)
     value = None if value is None else value.to(weight.dtype)
@@ -175,6 +177,12 @@ def _as_magnitudes(score: Tensor) -> Tensor:
     """float64 that `nm_mask` ranks by magnitude as the float32 scores rank by value, exactly."""
     bits = (score.float() + 0.0).contiguous().view(torch.int32)
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).double() + 2.0**31
+
+
+def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    if scale.dim() == 0:
+        return codes * scale
+    return (codes.unflatten(-1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(-2)
 
 
 def spread_scale(scale: Tensor, in_features: int) -> Tensor:

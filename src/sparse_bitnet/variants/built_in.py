@@ -91,7 +91,12 @@ def random(weight: "Tensor", *, seed: int = 0, matrix: Matrix) -> "Tensor":
 
 
 def _rounded(weight: "Tensor", scale: "Tensor") -> Quantized:
-    return (weight.float() / scale).round().clamp(-1, 1), scale
+    """Return clip(round_half_even(weight / scale), -1, 1) as int8, by comparisons that csrc/select-inl.h
+    proves to be exact, and the scale."""
+    import torch
+
+    values, half = weight.float(), scale / 2
+    return (values > half).view(torch.int8) - (values < -half).view(torch.int8), scale
 
 
 def _mean(values: "Tensor", kept: "Tensor | None", matrix: Matrix) -> "Tensor":
