@@ -27,7 +27,8 @@ def make_teacher(folder: Path, template: str | None = TEMPLATE, spread: float = 
     """Save and return a model that writes random letters, and its tokenizer."""
     tokenizer: Any = train_tokenizer(iter(["one and two"]), 257)
     tokenizer.chat_template = template
-    model: Any = tiny_model("llama", vocab_size=257, tie_word_embeddings=False)
+    sizes = {"vocab_size": 257, "max_position_embeddings": 1024, "tie_word_embeddings": False}
+    model: Any = tiny_model("llama", **sizes)
     with torch.no_grad():  # the first feature is large, so its weights in the head are a bias
         model.model.embed_tokens.weight.normal_(std=0.5)[:, 0] = 4
         model.lm_head.weight.normal_(std=spread)[:, 0] = -3
@@ -40,14 +41,13 @@ def make_teacher(folder: Path, template: str | None = TEMPLATE, spread: float = 
 def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> None:
     make_teacher(tmp_path / "teacher")
     teacher, whole, cut = (str(tmp_path / name) for name in ("teacher", "a.jsonl", "b.jsonl"))
-    data, options = str(tmp_path / "data"), ["--conversations", "20", "--batch-size", "8"]
-    main([whole, data, "--from-model", teacher, *options])
+    words = f"{whole} {tmp_path}/data --from-model {teacher} --conversations 20 --batch-size 8"
+    main(words.split())
     assert "vocabulary 257, uint32, written" in capsys.readouterr().out
     content = Path(whole).read_bytes()
     write = partial(write_conversations, cut, teacher, batch_size=8)
     chats = [json.loads(line)["messages"] for line in content.splitlines()]
     assert len({chat[0]["content"].lower() for chat in chats}) == len(chats) == 20
-    assert not any(message["content"].strip(LETTERS) for chat in chats for message in chat)
     for size in (0, 7, len(content) // 2, len(content) - 1):
         Path(cut).write_bytes(content[:size])
         write(20)
@@ -76,7 +76,7 @@ UNUSABLE = {
     "no token after": TEMPLATE.replace("content }}{{ eos_token }}", "content }}"),
     "no text before": "{{ messages[0].content }}{{ eos_token }}",
     "refuses": "{{ raise_exception('no') }}",
-    "writes no more conversations .dropped 44 too long": TEMPLATE,
+    "writes no more conversations .dropped 0 repeated, 44 too long": TEMPLATE,
 }
 
 

@@ -6,7 +6,6 @@ have their own seeds. A resumed call repeats the last one, which gives the same 
 """
 
 import json
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ USER_TURN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 25
 ANSWER: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0}
 BATCH_SIZE = {"cpu": 32, "cuda": 1024}
 _CONTENT = "the user's turn"
-_ROUND_TOKENS = 64
-"""Number of tokens to sample before the turns that have ended leave the batch."""
+_ROUND_TOKENS = 64  # after which the turns that have ended leave the batch
 
 
 def write_conversations(
@@ -66,14 +64,17 @@ def write_conversations(
     batch = last = rows[-1][0] if rows else 0
     rows = [row for row in rows if row[0] < batch]
     write_atomic(path, b"".join(line for *_, line in rows))
-    turns, dropped, reasons = {turn for _, turn, _ in rows}, Counter[str](), ""
+    turns, dropped = {turn for _, turn, _ in rows}, {"repeated": 0, "too long": 0, "empty": 0}
     model: Any = stored.load(dtype=resolve_dtype("auto", place)).eval().to(place)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30)
+    if len(tokenizer(opening)["input_ids"]) + USER_TURN["max_tokens"] + max_tokens > most:
+        raise UserError(f"{teacher} has {most:,} positions, too few for a conversation")
     # A model's own settings, such as a repetition penalty, would change its distribution.
     model.generation_config = type(model.generation_config)()
     with Progress(plain_lines=20) as display:
         show = display.line("sampling", "conversations")
         while len(turns) < count:
-            show(len(turns), count, text=reasons)
+            show(len(turns), count)
             torch.manual_seed(seed * 1_000_003 + batch)
             with library_errors_as(f"{teacher}: cannot sample {size} conversations at once"):
                 asked = _sample(model, tokenizer, [opening] * size, ends, **USER_TURN)
@@ -130,19 +131,17 @@ def _sample(
     rows, new, cache = list(range(len(prompts))), 0, None
     how |= {"do_sample": True, "top_k": 0, "return_dict_in_generate": True}
     how |= {"eos_token_id": sorted(ends), "pad_token_id": tokenizer.eos_token_id}
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    marks = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     while rows and new < max_tokens:
         how |= {"max_new_tokens": min(_ROUND_TOKENS, max_tokens - new), "past_key_values": cache}
         output = model.generate(input_ids=ids, attention_mask=mask, **how)
         new += output.sequences.shape[1] - ids.shape[1]
-        ids, cache, left = output.sequences, output.past_key_values, []
-        for place, turn in enumerate(ids[:, -new:].tolist()):
-            if ends.isdisjoint(turn):
-                left.append(place)
-                continue
-            turn = turn[: min(map(turn.index, ends.intersection(turn)))]
-            text = tokenizer.decode(turn).strip()
-            texts[rows[place]] = text if special.isdisjoint(turn) and "\ufffd" not in text else ""
+        ids, cache = output.sequences, output.past_key_values
+        for row, turn in zip(rows, ids[:, -new:].tolist(), strict=True):
+            if stops := ends.intersection(turn):
+                text = tokenizer.decode(turn[: min(map(turn.index, stops))]).strip()
+                texts[row] = "" if any(mark in text for mark in [*marks, "\ufffd"]) else text
+        left = [place for place, row in enumerate(rows) if texts[row] is None]
         kept = torch.tensor(left, dtype=torch.int64, device=ids.device)
         rows, ids = [rows[place] for place in left], ids[kept]
         mask = F.pad(mask[kept], (0, ids.shape[1] - mask.shape[1]), value=1)
