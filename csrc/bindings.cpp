@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "delta_net.h"
 #include "ops.h"
 #include "packed_format.h"
 #include "platform.h"
@@ -97,7 +98,32 @@ NB_MODULE(_cpu, module) {
                           pointer<std::int8_t>(codes), pointer<float>(activation_scale), threads);
           },
           "x"_a, "dtype"_a, "tokens"_a, "features"_a, "codes"_a, "activation_scale"_a, "threads"_a,
-          unlocked);
+          unlocked)
+      .def(
+          "convolve",
+          [](const Kernels& self, std::int64_t tokens, std::int64_t columns, std::int64_t taps, Address weights,
+             Address past, Address rows, std::int64_t stride) {
+            require_array(tokens, stride);
+            require(columns % slab_columns == 0 && columns <= stride && taps >= 2, "sizes do not fit");
+            self.vector.convolve({tokens, columns, taps, pointer<const float>(weights),
+                                  pointer<const float>(past), pointer<float>(rows), stride});
+          },
+          "tokens"_a, "columns"_a, "taps"_a, "weights"_a, "past"_a, "rows"_a, "stride"_a,
+          "See csrc/delta_net.h, like the next.")
+      .def(
+          "delta_rule",
+          [](const Kernels& self, std::int64_t tokens, std::int64_t key_dim, std::int64_t columns, Address queries,
+             Address keys, Address values, std::int64_t stride, Address decays, Address steps, Address state,
+             Address out) {
+            require_array(tokens, stride);
+            require(columns % slab_columns == 0 && columns <= stride && key_dim <= stride, "sizes do not fit");
+            self.vector.delta_rule({tokens, key_dim, columns, pointer<const float>(queries),
+                                    pointer<const float>(keys), pointer<const float>(values), stride,
+                                    pointer<const float>(decays), pointer<const float>(steps), 1,
+                                    pointer<float>(state), pointer<float>(out), stride});
+          },
+          "tokens"_a, "key_dim"_a, "columns"_a, "queries"_a, "keys"_a, "values"_a, "stride"_a, "decays"_a,
+          "steps"_a, "state"_a, "out"_a);
 
   bind_matmul(module, kernels);
   bind_memory(module, kernels);

@@ -7,6 +7,7 @@
 //   decoder = Decoder(model, threads, cache, context_length, cache_tokens, kernels)
 //   decoder.open() -> sequence; decoder.forward([(sequence, address of int32 tokens, count)], which, logits)
 //
+//   A block with Gated DeltaNet has "decay_weights" and the like, see Block in decoder.h.
 //   A vector is the address of float32 values. logits: address of float32
 //   [requests, vocab] (last) or [sum of counts, vocab] (all), 0 with none.
 //
@@ -79,13 +80,32 @@ class ModelBuilder {
     require(std::isfinite(embedding_scale), "embedding_scale is not finite");
     if (query_scale == 0) query_scale = 1.0f / std::sqrt(float(head_dim));
     model_ = {hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_epsilon, activation, activation_group, {},
-              query_scale, norms_rotated, embedding_scale, {}, {}, nullptr, {}};
+              query_scale, norms_rotated, embedding_scale, {}, {}, nullptr, {}, 0, false, {}};
     add_rope(inverse_frequencies, rope_scaling);
   }
 
   void add_rope(Address inverse_frequencies, float scaling) {
     require(std::isfinite(scaling), "rope_scaling is not finite");
     model_.ropes.push_back({floats(inverse_frequencies, "inverse_frequencies", true), scaling});
+  }
+
+  // Qwen3.5: gates of attention, and rope of the first `rotated` dimensions of a head; Gated DeltaNet's sizes.
+  void set_hybrid(std::int64_t rotated, std::int64_t key_heads, std::int64_t value_heads, std::int64_t key_dim,
+                  std::int64_t value_dim, std::int64_t taps) {
+    require(model_.blocks.empty(), "call set_hybrid before add_block");
+    require(rotated >= 2 && rotated % 2 == 0 && rotated <= model_.head_dim,
+            "rotated is odd or outside 2..head_dim");
+    for (const std::int64_t dim : {key_dim, value_dim}) {
+      require(dim >= slab_columns && dim % slab_columns == 0 && dim <= most_delta_dim,
+              "a head of Gated DeltaNet is not a multiple of 16 from 16 to 1024");
+    }
+    require(taps >= 2 && taps <= most_taps, "taps is outside 2..8");
+    const std::int64_t most = packed::max_in_features / 3 / most_delta_dim;
+    require(key_heads >= 1 && value_heads >= 1 && value_heads <= most, "value_heads is outside 1..2730");
+    require(value_heads % key_heads == 0, "value_heads is not a multiple of key_heads");
+    model_.rotated = rotated;
+    model_.gates_attention = true;
+    model_.delta_net = {key_heads, value_heads, key_dim, value_dim, taps};
   }
 
   void set_embedding(const Table& table) {
@@ -105,8 +125,14 @@ class ModelBuilder {
   void add_block(const nb::dict& weights, std::int64_t window, std::int64_t rope) {
     const std::string name = "block " + std::to_string(model_.blocks.size()) + " ";
     const std::int64_t hidden = model_.hidden, intermediate = model_.intermediate;
-    const std::int64_t q_rows = model_.heads * model_.head_dim, kv_rows = model_.kv_heads * model_.head_dim;
+    const DeltaNetSizes& net = model_.delta_net;
     Block block{};
+    block.is_delta_net = weights.contains("decay_weights");
+    require(!block.is_delta_net || net.key_heads > 0, name + "has Gated DeltaNet: call set_hybrid");
+    block.of_kind = model_.blocks_of(block.is_delta_net);
+    const std::int64_t attended = model_.heads * model_.head_dim, kv_rows = model_.kv_heads * model_.head_dim;
+    const std::int64_t q_rows = block.is_delta_net ? net.channels() : (1 + model_.gates_attention) * attended;
+    const std::int64_t inner = block.is_delta_net ? net.values() : attended;
     std::size_t taken = 0;
     const auto take = [&](const char* key, Matrix& to, std::int64_t rows, std::int64_t columns) {
       require(weights.contains(key), name + key + " is missing");
@@ -116,14 +142,14 @@ class ModelBuilder {
       ++taken;
     };
     take("q", block.q, q_rows, hidden);
-    take("k", block.k, kv_rows, hidden);
-    take("v", block.v, kv_rows, hidden);
-    take("o", block.o, hidden, q_rows);
+    take("k", block.k, block.is_delta_net ? inner : kv_rows, hidden);
+    if (!block.is_delta_net) take("v", block.v, kv_rows, hidden);
+    take("o", block.o, hidden, inner);
     take("gate", block.gate, intermediate, hidden);
     take("up", block.up, intermediate, hidden);
     take("down", block.down, hidden, intermediate);
     require(block.q.summed_group() == block.k.summed_group() &&
-                block.k.summed_group() == block.v.summed_group() &&
+                (block.is_delta_net || block.k.summed_group() == block.v.summed_group()) &&
                 block.gate.summed_group() == block.up.summed_group(),
             name + "has matrices of one input with different groups");
     const std::pair<const char*, const float**> vectors[] = {
@@ -134,7 +160,9 @@ class ModelBuilder {
         {"q_norm", &block.q_norm}, {"k_norm", &block.k_norm},
         {"q_linear_norm", &block.linear_norms[0]}, {"k_linear_norm", &block.linear_norms[1]},
         {"v_linear_norm", &block.linear_norms[2]}, {"gate_linear_norm", &block.linear_norms[3]},
-        {"up_linear_norm", &block.linear_norms[4]},
+        {"up_linear_norm", &block.linear_norms[4]}, {"decay_weights", &block.decay_weights},
+        {"step_weights", &block.step_weights}, {"decay_bias", &block.decay_bias}, {"decay_rates", &block.decay_rates},
+        {"convolution", &block.convolution}, {"delta_norm", &block.delta_norm},
     };
     for (const auto& [key, to] : vectors) {
       if (!weights.contains(key)) continue;
@@ -145,6 +173,11 @@ class ModelBuilder {
     for (const float* norm : block.linear_norms) {
       require(!norm == !block.linear_norms[0], name + "has not five linear norms");
     }
+    for (const float* given : {block.step_weights, block.decay_bias, block.decay_rates, block.convolution, block.delta_norm}) {
+      require(block.is_delta_net == (given != nullptr), name + "has not all vectors of Gated DeltaNet");
+    }
+    require(!block.is_delta_net || !(block.q_bias || block.k_bias || block.v_bias || block.linear_norms[0]),
+            name + "has Gated DeltaNet, and biases or norms of attention");
     require(taken == weights.size(), name + "has weights of other names");
     require(window >= 0, name + "window is negative");
     block.window = window > 0 ? window : most_positions;
@@ -158,6 +191,7 @@ class ModelBuilder {
     require(model_.head.data != nullptr, "the model has no head: call set_head");
     require(model_.final_norm != nullptr, "the model has no final norm: call set_final_norm");
     require(!model_.blocks.empty(), "the model has no blocks: call add_block");
+    require(model_.blocks_of(false) > 0, "the model has no block with attention");
     return model_;
   }
 
@@ -283,6 +317,9 @@ void bind_decoder(nb::module_& module) {
            "norms_rotated"_a = false)
       .def("add_rope", &ModelBuilder::add_rope, "inverse_frequencies"_a, "scaling"_a = 1.0f,
            "Another one, for blocks that say so; the first is the constructor's.")
+      .def("set_hybrid", &ModelBuilder::set_hybrid, "rotated"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a,
+           "value_dim"_a, "taps"_a,
+           "Gates of attention, rope of the first `rotated` dimensions of a head, sizes of Gated DeltaNet.")
       .def("set_embedding", &ModelBuilder::set_embedding, "table"_a)
       .def("set_head", &ModelBuilder::set_head, "table"_a)
       .def("set_final_norm", &ModelBuilder::set_final_norm, "address"_a)
@@ -303,6 +340,8 @@ void bind_decoder(nb::module_& module) {
       .def("truncate", used(&Decoder::truncate), "sequence"_a, "length"_a,
            "Forget the tokens from `length` on.")
       .def("length", used(&Decoder::length), "sequence"_a)
+      .def("held", used(&Decoder::held), "sequence"_a, "length"_a,
+           "Tokens that a fork at `length` would have: fewer where a recurrent state is not there.")
       .def_prop_ro("free_tokens", used(&Decoder::free_tokens), "Room in whole free pages.")
       .def("forward", &DecoderHandle::forward, "requests"_a, "which"_a, "logits"_a,
            "requests: [(sequence, address of int32 tokens, count)]; logits of no token, of each request's "

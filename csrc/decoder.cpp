@@ -18,6 +18,8 @@ constexpr std::int64_t most_chunk_tokens = 256;
 // Of a chunk in `wide`: a file of few bytes can name a model a million wide.
 constexpr std::int64_t most_wide_floats = std::int64_t(1) << 26;
 
+constexpr std::int64_t fewest_states = 8;
+
 }  // namespace
 
 void Decoder::State::check(const Request* requests, int count) const {
@@ -54,8 +56,17 @@ void Decoder::State::check(const Request* requests, int count) const {
   }
 }
 
+// As many states as take the memory of the keys and values, but enough for a few sequences.
+std::int64_t Decoder::State::most_states() const {
+  const std::int64_t bytes = model.blocks_of(true) * model.delta_net.state_floats() * std::int64_t(sizeof(float));
+  return bytes ? std::max<std::int64_t>(cache.bytes() / bytes, fewest_states) : 0;
+}
+
 std::int64_t Decoder::State::wide_floats() const {
-  return 2 * std::max({q_width + kv_width, model.intermediate, model.hidden});
+  const DeltaNetSizes& sizes = model.delta_net;
+  const std::int64_t own_queries = model.gates_attention ? q_width : 0;
+  return std::max({q_rows() + 2 * kv_width + q_width + own_queries, 2 * model.intermediate, 2 * model.hidden,
+                   sizes.channels() + 2 * (sizes.values() + sizes.value_heads)});
 }
 
 std::int64_t Decoder::State::chunk_tokens() const {
@@ -72,13 +83,14 @@ void Decoder::State::reserve(std::int64_t tokens) {
   for (AlignedVector<float>& one : row) one.resize(model.hidden);
   hidden_codes.reserve(tokens, model.hidden, false, model.activation_group);
   attended_codes.reserve(tokens, q_width, false, model.activation_group);
+  recalled_codes.reserve(tokens, model.delta_net.values(), false, model.activation_group);
   gated_codes.reserve(tokens, model.intermediate, false, model.activation_group);
   capacity = tokens;
 }
 
 // float32 throughout, as transformers computes them.
 void Decoder::State::reserve_positions(std::int64_t positions) {
-  const std::int64_t half = model.head_dim / 2;
+  const std::int64_t half = rotated / 2;
   angles.resize(model.ropes.size());
   for (std::size_t r = 0; r < angles.size(); ++r) {
     const Rope& rope = model.ropes[r];
@@ -100,12 +112,13 @@ void Decoder::State::reserve_positions(std::int64_t positions) {
 
 // Runs the requests in chunks; `lengths` are those of the sequences before.
 void Decoder::State::run(const Request* requests, int count, const std::int64_t* lengths,
-                         Logits which, float* logits) {
+                         const RecurrentStates::Step* steps, Logits which, float* logits) {
   int request = 0;
   std::int64_t done = 0;  // tokens of that request
   const std::int64_t most = chunk_tokens();
   while (request < count) {
     segments.clear();
+    recurrences.clear();
     wanted.clear();
     std::vector<const std::int32_t*> tokens;
     std::int64_t row = 0;
@@ -113,6 +126,11 @@ void Decoder::State::run(const Request* requests, int count, const std::int64_t*
       const Request& from = requests[request];
       const std::int64_t part = std::min(from.count - done, most - row);
       segments.push_back({from.sequence, row, lengths[request] + done, part});
+      if (steps) {
+        const RecurrentStates::Step& step = steps[request];
+        const std::int64_t cut = step.snapshot_length - lengths[request] - done;
+        recurrences.push_back({step.state(), step.kept(), cut > 0 && cut <= part ? cut : 0});
+      }
       tokens.push_back(from.tokens + done);
       for (std::int64_t token = 0; token < part; ++token) {
         const bool is_last = done + token + 1 == from.count;
@@ -135,40 +153,69 @@ Decoder::Decoder(Model model, const DecoderOptions& options)
 
 Decoder::~Decoder() = default;
 
+// Leaves the first `length` tokens of a sequence, or as many as its state allows.
+void Decoder::State::cut(int sequence, std::int64_t length) {
+  if (states.is_used()) {
+    length = states.held(sequence, std::min(length, cache.length(sequence)));
+    states.cut(sequence, length);
+  }
+  cache.truncate(sequence, length);
+}
 
-int Decoder::open() { return state_->cache.open(); }
+int Decoder::open() {
+  const int sequence = state_->cache.open();
+  state_->states.open(sequence);
+  return sequence;
+}
 
-void Decoder::close(int sequence) { state_->cache.close(sequence); }
+void Decoder::close(int sequence) {
+  state_->cache.close(sequence);
+  state_->states.close(sequence);
+}
 
 int Decoder::fork(int sequence, std::int64_t length) {
-  return state_->cache.fork(sequence, length);
+  length = held(sequence, length);
+  const int forked = state_->cache.fork(sequence, length);
+  state_->states.fork(sequence, forked, length);
+  return forked;
 }
 
-void Decoder::truncate(int sequence, std::int64_t length) {
-  state_->cache.truncate(sequence, length);
-}
+void Decoder::truncate(int sequence, std::int64_t length) { state_->cut(sequence, length); }
 
 std::int64_t Decoder::length(int sequence) const { return state_->cache.length(sequence); }
 
-std::int64_t Decoder::free_tokens() const { return state_->cache.free_tokens(); }
+std::int64_t Decoder::held(int sequence, std::int64_t length) const {
+  state_->cache.length(sequence);  // throws where it is not open
+  return state_->states.is_used() ? state_->states.held(sequence, length) : length;
+}
+
+std::int64_t Decoder::free_tokens() const {
+  return state_->states.is_crowded() ? 0 : state_->cache.free_tokens();
+}
 
 void Decoder::forward(const Request* requests, int count, Logits which, float* logits) {
   State& state = *state_;
   state.check(requests, count);
   std::int64_t all = 0, positions = 0;
   std::vector<std::int64_t> lengths;
+  std::vector<RecurrentStates::Growth> growths;
   for (int r = 0; r < count; ++r) {
     lengths.push_back(state.cache.length(requests[r].sequence));
+    growths.push_back({requests[r].sequence, lengths.back(), requests[r].count});
     all += requests[r].count;
     positions = std::max(positions, lengths.back() + requests[r].count);
   }
   state.reserve(std::min(all, state.chunk_tokens()));
   state.reserve_positions(positions);
+  const bool has_states = state.states.is_used();
   try {
+    std::vector<RecurrentStates::Step> steps;
+    if (has_states) steps = state.states.take(growths);
     for (int r = 0; r < count; ++r) state.cache.extend(requests[r].sequence, requests[r].count);
-    state.run(requests, count, lengths.data(), which, logits);
+    state.run(requests, count, lengths.data(), has_states ? steps.data() : nullptr, which, logits);
+    if (has_states) state.states.commit(steps, growths);
   } catch (...) {
-    for (int r = 0; r < count; ++r) state.cache.truncate(requests[r].sequence, lengths[r]);
+    for (int r = 0; r < count; ++r) state.cut(requests[r].sequence, lengths[r]);
     throw;
   }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole decoder step of the llama/qwen2 family over packed weights: embedding, blocks, final norm,
 // output head, and the KV cache of many sequences. Also BitNet b1.58 (sub-norms, squared ReLU),
-// Gemma 3 (norms of a block's outputs, two ropes), Hunyuan (norms of rotated heads) and BitNet-embedding (a
-// norm before each product; for o and down it is that of BitNet b1.58).
+// Gemma 3 (norms of a block's outputs, two ropes), Hunyuan (norms of rotated heads), BitNet-embedding (a
+// norm before each product; for o and down it is that of BitNet b1.58) and Qwen3.5 (Gated DeltaNet in place of
+// attention in most blocks, delta_net.h; a gate of what attention returns; rope of a part of each head).
 //
 // Activations and the residual stream are float32; every linear of the blocks quantises its input per
 // token to int8 and accumulates in int32 (matmul.h). The transformers model with packed layers, in
@@ -14,6 +15,7 @@
 #include <memory>
 #include <vector>
 
+#include "delta_net.h"
 #include "isa.h"
 #include "matmul.h"
 
@@ -22,6 +24,9 @@ namespace sparse_bitnet {
 enum class Logits : int { none = 0, last = 1, all = 2, hidden = 3 };
 
 struct Block {
+  // Of a block with Gated DeltaNet, `q` are the inputs of its convolution, [channels, hidden], `k` is the gate of
+  // its output, [values, hidden], `o` is [hidden, values], and there is no v. With a gate of attention q has
+  // twice as many rows: for each head the query, then the gate.
   Matrix q, k, v, o, gate, up, down;
   // All float32. Null where the model has none.
   const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -33,11 +38,19 @@ struct Block {
   const float* linear_norms[5];  // [hidden], of the inputs of q, k, v, gate and up each (BitNet-embedding)
   std::int64_t window;                            // tokens that a token sees, itself included
   std::int64_t rope;                              // index of Model::ropes
+  bool is_delta_net = false;
+  std::int64_t of_kind = 0;  // number of blocks of the same kind before this one
+  // Of Gated DeltaNet, float32.
+  const float *decay_weights, *step_weights;  // [value_heads, hidden], dense
+  const float* decay_bias;   // [value_heads]
+  const float* decay_rates;  // [value_heads]; the decay is e^(rate * softplus(product + bias))
+  const float* convolution;  // [taps, channels]
+  const float* delta_norm;   // [value_dim]
 };
 
 // Rotate-half rotary embedding.
 struct Rope {
-  const float* inverse_frequencies;  // [head_dim / 2]
+  const float* inverse_frequencies;  // [rotated / 2]
   float scaling;                     // multiplies cos and sin, 1 by default
 };
 
@@ -53,6 +66,15 @@ struct Model {
   Table embedding, head;             // the same table if they are tied
   const float* final_norm;           // [hidden]
   std::vector<Block> blocks;
+  std::int64_t rotated = 0;          // first dimensions of a head that rope turns; 0: all
+  bool gates_attention = false;
+  DeltaNetSizes delta_net;
+
+  std::int64_t blocks_of(bool is_delta_net) const {
+    std::int64_t count = 0;
+    for (const Block& block : blocks) count += block.is_delta_net == is_delta_net;
+    return count;
+  }
 };
 
 struct DecoderOptions {
@@ -83,7 +105,10 @@ class Decoder {
   int fork(int sequence, std::int64_t length);      // a new sequence with the first `length` tokens
   void truncate(int sequence, std::int64_t length);  // forgets tokens from `length` on
   std::int64_t length(int sequence) const;
-  std::int64_t free_tokens() const;                 // tokens that fit into the free pages
+  // A recurrent state cannot be cut back: with Gated DeltaNet, fork and truncate, and a forward that throws,
+  // leave the longest length whose state is there, and `length` says which. The rest is to be fed again.
+  std::int64_t held(int sequence, std::int64_t length) const;  // what a fork at `length` would have
+  std::int64_t free_tokens() const;  // tokens that fit into the free pages; 0 without a state for another sequence
 
   // Appends each request's tokens to its sequence. Logits: of the last token of each request
   // [requests, vocab], or of all tokens [sum of counts, vocab], float32; `hidden`: instead, the

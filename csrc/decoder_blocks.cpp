@@ -25,11 +25,10 @@ void Decoder::State::multiply_normed(std::int64_t tokens, const float* weight, b
 }
 
 // Queries and keys are rotated, keys and values go to the cache.
-void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
-                                       std::int64_t tokens) {
-  const std::int64_t head_dim = model.head_dim, half = head_dim / 2;
+void Decoder::State::rotate_and_append(const Block& block, std::int64_t tokens) {
+  const std::int64_t head_dim = model.head_dim, half = rotated / 2;
   const Angles& rotation = angles[block.rope];
-  float *queries = q(), *keys = k(tokens), *values = v(tokens);
+  float *queries = this->queries(tokens), *keys = k(tokens), *values = v(tokens);
   each_token(tokens, q_width + 4 * kv_width, [&](std::int64_t token, int) {
     const auto after = std::upper_bound(
         segments.begin(), segments.end(), token,
@@ -42,11 +41,13 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
       const bool is_last = norm && model.norms_rotated;
       if (is_last) kernels.vector.rotate(head, cosine, sine, half, 1.0f);
       if (norm) kernels.vector.add_and_norm(head, nullptr, norm, model.norm_epsilon, head_dim, head);
-      if (!is_last) return kernels.vector.rotate(head, cosine, sine, half, scale);
-      for (std::int64_t i = 0; i < head_dim; ++i) head[i] *= scale;
+      if (!is_last) kernels.vector.rotate(head, cosine, sine, half, scale);
+      for (std::int64_t i = is_last ? 0 : rotated; i < head_dim; ++i) head[i] *= scale;
     };
     for (std::int64_t head = 0; head < model.heads; ++head) {
-      turn(queries + token * q_width + head * head_dim, block.q_norm, model.query_scale * log2_e);
+      float* query = queries + token * q_width + head * head_dim;
+      if (model.gates_attention) std::copy_n(q() + token * q_rows() + 2 * head * head_dim, head_dim, query);
+      turn(query, block.q_norm, model.query_scale * log2_e);
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {
@@ -56,21 +57,20 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t layer,
         hadamard(key, head_dim);
         hadamard(value, head_dim);
       }
-      kernels.vector.append(cache.type(), cache.view(page, layer, head), position % page_tokens, key, value,
+      kernels.vector.append(cache.type(), cache.view(page, block.of_kind, head), position % page_tokens, key, value,
                        head_dim);
     }
   });
 }
 
 // A block's attention, from the residual to `attended`. In the last block only the wanted rows attend.
-void Decoder::State::attend(const Block& block, std::int64_t layer, std::int64_t tokens, bool add) {
-  const Product products[] = {{&block.q, block.q_bias, q(), q_width},
+void Decoder::State::attend(const Block& block, std::int64_t tokens, bool add) {
+  const Product products[] = {{&block.q, block.q_bias, q(), q_rows()},
                               {&block.k, block.k_bias, k(tokens), kv_width},
                               {&block.v, block.v_bias, v(tokens), kv_width}};
   multiply_normed(tokens, block.input_norm, add, products, 3, block.linear_norms);
-  rotate_and_append(block, layer, tokens);
-  if (layer + 1 == std::int64_t(model.blocks.size()) &&
-      std::int64_t(wanted.size()) < tokens) {
+  rotate_and_append(block, tokens);
+  if (&block == &model.blocks.back() && std::int64_t(wanted.size()) < tokens) {
     std::vector<Segment> parts;
     for (const Segment& segment : segments) {
       for (std::int64_t row : wanted) {
@@ -81,30 +81,45 @@ void Decoder::State::attend(const Block& block, std::int64_t layer, std::int64_t
     }
     plan.set(parts.data(), std::int64_t(parts.size()));
   }
-  plan.run(kernels.vector, pool, layer, block.window, q(), attended(tokens), q_width);
+  plan.run(kernels.vector, pool, block.of_kind, block.window, queries(tokens), attended(tokens), q_width);
+  if (model.gates_attention) gate_attended(tokens);
 }
 
-// Moves the wanted rows to the front.
-void Decoder::State::keep_wanted(std::int64_t tokens) {
-  float* rows = attended(tokens);
+// Each head times the sigmoid of its gate.
+void Decoder::State::gate_attended(std::int64_t tokens) {
+  const std::int64_t n = model.head_dim;
+  each_token(tokens, q_width, [&](std::int64_t token, int) {
+    for (std::int64_t head = 0; head < model.heads; ++head) {
+      float* gate = q() + token * q_rows() + (2 * head + 1) * n;
+      float* out = attended(tokens) + token * q_width + head * n;
+      kernels.vector.gated(Activation::sigmoid, gate, out, n);
+      std::copy_n(gate, n, out);
+    }
+  });
+}
+
+// Moves the wanted of `rows` [tokens, width], and of the residual, to the front.
+void Decoder::State::keep_wanted(float* rows, std::int64_t width) {
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     if (std::int64_t(i) == wanted[i]) continue;
-    std::copy_n(rows + wanted[i] * q_width, q_width, rows + i * q_width);
+    std::copy_n(rows + wanted[i] * width, width, rows + i * width);
     std::copy_n(&residual[wanted[i] * model.hidden], model.hidden, &residual[i * model.hidden]);
   }
 }
 
-// The output projection of `attended` into `delta`.
+// The output projection of `rows`, of attention or Gated DeltaNet, into `delta`.
 void Decoder::State::project_attended(const Block& block, std::int64_t tokens, float* rows) {
-  each_token(tokens, q_width, [&](std::int64_t token, int) {
-    float* x = rows + token * q_width;
+  const std::int64_t width = block.o.columns;
+  const ActivationBuffer& codes = block.is_delta_net ? recalled_codes : attended_codes;
+  each_token(tokens, width, [&](std::int64_t token, int) {
+    float* x = rows + token * width;
     if (block.attention_sub_norm) {
-      kernels.vector.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, q_width, x);
+      kernels.vector.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, width, x);
     }
-    quantize_row(x, attended_codes, token);
+    quantize_row(x, codes, token);
   });
   const Product product{&block.o, block.o_bias, delta.data(), model.hidden};
-  matmul(kernels, pool, attended_codes.rows(0, tokens), &product, 1);
+  matmul(kernels, pool, codes.rows(0, tokens), &product, 1);
   norm_delta(tokens, block.attention_out_norm);
 }
 
@@ -164,10 +179,10 @@ void Decoder::State::run_chunk(const std::int32_t* const* tokens, Logits which, 
   plan.set(segments.data(), std::int64_t(segments.size()));
   for (std::size_t layer = 0; layer < model.blocks.size(); ++layer) {
     const Block& block = model.blocks[layer];
-    attend(block, std::int64_t(layer), count, layer > 0);
-    float* rows = attended(count);
+    float* rows = block.is_delta_net ? output_gate(count) : attended(count);
+    block.is_delta_net ? apply_delta_net(block, count, layer > 0) : attend(block, count, layer > 0);
     if (layer + 1 == model.blocks.size()) {
-      keep_wanted(count);
+      keep_wanted(rows, block.o.columns);
       count = std::int64_t(wanted.size());
       if (count == 0) return;
     }

@@ -14,6 +14,7 @@
 #include "decoder.h"
 #include "isa.h"
 #include "kv_cache.h"
+#include "recurrent_state.h"
 
 namespace sparse_bitnet {
 
@@ -63,55 +64,83 @@ struct Decoder::State {
         context_length(options.context_length),
         kernels(options.kernels),
         pool(options.threads),
-        cache(options.cache, std::int64_t(model.blocks.size()), model.kv_heads, model.head_dim,
-              options.cache_tokens),
+        cache(options.cache, model.blocks_of(false), model.kv_heads, model.head_dim, options.cache_tokens),
+        states(model.blocks_of(true) * model.delta_net.state_floats(), most_states()),
         plan(cache, model.heads, model.kv_heads, model.head_dim, pool.threads()),
         q_width(model.heads * model.head_dim),
-        kv_width(model.kv_heads * model.head_dim) {}
+        kv_width(model.kv_heads * model.head_dim),
+        rotated(model.rotated ? model.rotated : model.head_dim) {}
 
   const Model model;
   const std::int64_t context_length;
   const Kernels& kernels;
   ThreadPool pool;
   KvCache cache;
+  RecurrentStates states;
   AttentionPlan plan;
-  const std::int64_t q_width, kv_width;
+  const std::int64_t q_width, kv_width, rotated;
 
   std::int64_t capacity = 0;     // tokens the buffers hold
   AlignedVector<float> residual;  // [tokens, hidden]
   AlignedVector<float> delta;     // [tokens, hidden], to be added to the residual
   AlignedVector<float> wide;      // q, k, v, attended; then gate, up
   std::vector<AlignedVector<float>> row;  // per thread: one token between norm and quantisation
-  ActivationBuffer hidden_codes, attended_codes, gated_codes, head_codes;
+  ActivationBuffer hidden_codes, attended_codes, recalled_codes, gated_codes, head_codes;
   struct Angles {
-    std::vector<float> cosines, sines;  // [positions, head_dim / 2]
+    std::vector<float> cosines, sines;  // [positions, rotated / 2]
   };
   std::vector<Angles> angles;         // of each rope
   std::vector<Segment> segments;      // of the current chunk
+  // Of a segment with Gated DeltaNet: its sequence's state, and a snapshot to be filled after `cut` of its tokens;
+  // no cut: 0.
+  struct Recurrence {
+    float *state, *snapshot;
+    std::int64_t cut;
+  };
+  std::vector<Recurrence> recurrences;  // of the segments
   std::vector<std::int64_t> wanted;   // its rows that need logits, ascending
 
   void check(const Request* requests, int count) const;
+  std::int64_t most_states() const;
   std::int64_t wide_floats() const;  // of a token in `wide`
   std::int64_t chunk_tokens() const;  // maximum tokens that go through the blocks together
   void reserve(std::int64_t tokens);
   void reserve_positions(std::int64_t positions);
-  void run(const Request* requests, int count, const std::int64_t* lengths, Logits which,
-           float* logits);
+  void run(const Request* requests, int count, const std::int64_t* lengths,
+           const RecurrentStates::Step* steps, Logits which, float* logits);
+  void cut(int sequence, std::int64_t length);
   void run_chunk(const std::int32_t* const* tokens, Logits which, float* logits);
-  void attend(const Block& block, std::int64_t layer, std::int64_t tokens, bool add);
+  void attend(const Block& block, std::int64_t tokens, bool add);
+  void gate_attended(std::int64_t tokens);
   void project_attended(const Block& block, std::int64_t tokens, float* rows);
-  void rotate_and_append(const Block& block, std::int64_t layer, std::int64_t tokens);
-  void keep_wanted(std::int64_t tokens);
+  void rotate_and_append(const Block& block, std::int64_t tokens);
+  void keep_wanted(float* rows, std::int64_t width);
+  void apply_delta_net(const Block& block, std::int64_t tokens, bool add);
+  void multiply_gates(const Block& block, std::int64_t tokens);
+  void convolve(const Block& block, std::int64_t segment, std::int64_t head);
+  void apply_delta_rule(const Block& block, std::int64_t segment, std::int64_t head, std::int64_t column);
+  void norm_delta_net(const Block& block, std::int64_t tokens);
   void feed_forward(const Block& block, std::int64_t tokens);
   void multiply_normed(std::int64_t tokens, const float* weight, bool add, const Product* products,
                        int count, const float* const* own);
   void write_logits(Logits which, float* logits);
 
   // Of the chunk's tokens, in `wide`.
+  std::int64_t q_rows() const { return model.gates_attention ? 2 * q_width : q_width; }
   float* q() { return wide.data(); }
-  float* k(std::int64_t tokens) { return q() + tokens * q_width; }
+  float* k(std::int64_t tokens) { return q() + tokens * q_rows(); }
   float* v(std::int64_t tokens) { return k(tokens) + tokens * kv_width; }
   float* attended(std::int64_t tokens) { return v(tokens) + tokens * kv_width; }
+  // Rotated ones, apart from their gates.
+  float* queries(std::int64_t tokens) {
+    return model.gates_attention ? attended(tokens) + tokens * q_width : q();
+  }
+  // With Gated DeltaNet: inputs of the convolution, then queries, keys and values; gate of the output, then the
+  // output; decays and steps, of all heads each; what the delta rule returns.
+  float* mixed() { return wide.data(); }
+  float* output_gate(std::int64_t tokens) { return mixed() + tokens * model.delta_net.channels(); }
+  float* gates(std::int64_t tokens) { return output_gate(tokens) + tokens * model.delta_net.values(); }
+  float* recalled(std::int64_t tokens) { return gates(tokens) + 2 * tokens * model.delta_net.value_heads; }
 
   // Floats of elementwise work below which another thread costs more than it gains.
   static constexpr std::int64_t work_for_threads = 16384;
@@ -142,14 +171,17 @@ struct Decoder::State {
     });
   }
 
-  // residual += delta (if `add`), then its norm, and the norm of that where `own` is one, quantised.
-  void norm_tokens(std::int64_t tokens, const float* weight, bool add, const float* own = nullptr) {
+  // residual += delta (if `add`), then its norm, and the norm of that where `own` is one, quantised; with
+  // `keeps` it is in `delta`, too.
+  void norm_tokens(std::int64_t tokens, const float* weight, bool add, const float* own = nullptr,
+                   bool keeps = false) {
     const std::int64_t n = model.hidden;
     each_token(tokens, n, [&](std::int64_t token, int thread) {
       float* out = row[thread].data();
       kernels.vector.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
                                model.norm_epsilon, n, out);
       if (own) kernels.vector.add_and_norm(out, nullptr, own, model.norm_epsilon, n, out);
+      if (keeps) std::copy_n(out, n, &delta[token * n]);
       quantize_row(out, hidden_codes, token);
     });
   }

@@ -74,24 +74,35 @@ INLINE auto largest_lane(const V& v) {
   }
 }
 
+template <bool FUSE>
+INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
+  if constexpr (FUSE) {
+    return FUSED(a, b, c);
+  } else {
+    return a * b + c;
+  }
+}
+
 // e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
 // as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with
 // |r| <= ln 2 / 2, ln 2 in two parts, the first with few bits, so that r is exact without fused
-// arithmetic too; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27.
+// arithmetic too; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27. Not fused, it
+// has the same bits on every instruction set.
+template <bool FUSE = true>
 INLINE Floats bounded_exponential(const Floats& x) {
   constexpr float round_to_low_bits = 12582912.0f;
   const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
-  const Floats shifted = FUSED(bounded, splat(1.44269504f), splat(round_to_low_bits));
+  const Floats shifted = fused<FUSE>(bounded, splat(1.44269504f), splat(round_to_low_bits));
   const Floats n = shifted - round_to_low_bits;
-  Floats r = FUSED(n, splat(-0.693359375f), bounded);
-  r = FUSED(n, splat(2.12194440e-4f), r);
+  Floats r = fused<FUSE>(n, splat(-0.693359375f), bounded);
+  r = fused<FUSE>(n, splat(2.12194440e-4f), r);
   Floats y = splat(1.0f / 5040);
-  y = FUSED(y, r, splat(1.0f / 720));
-  y = FUSED(y, r, splat(1.0f / 120));
-  y = FUSED(y, r, splat(1.0f / 24));
-  y = FUSED(y, r, splat(1.0f / 6));
-  y = FUSED(y, r, splat(0.5f));
-  y = FUSED(y, r * r, r) + 1.0f;
+  y = fused<FUSE>(y, r, splat(1.0f / 720));
+  y = fused<FUSE>(y, r, splat(1.0f / 120));
+  y = fused<FUSE>(y, r, splat(1.0f / 24));
+  y = fused<FUSE>(y, r, splat(1.0f / 6));
+  y = fused<FUSE>(y, r, splat(0.5f));
+  y = fused<FUSE>(y, r * r, r) + 1.0f;
   // The low bits of `shifted` are n; those above them leave the register.
   return y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
 }

@@ -26,6 +26,7 @@
 #endif
 
 #include "attention.h"
+#include "delta_net.h"
 #include "isa.h"
 #include "matmul.h"
 #include "matrix_unit.h"
@@ -46,6 +47,7 @@ namespace JOIN(kernels_, ISA) {
 #include "quantize-inl.h"
 #include "int4_table-inl.h"
 #include "elementwise-inl.h"
+#include "delta_net-inl.h"
 #include "attention-inl.h"
 #include "attention_int4-inl.h"
 #include "attention_int8-inl.h"
@@ -55,7 +57,8 @@ constexpr VectorKernels kernels_on() {
   return {
       nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,
       quantize_int4, add_and_norm,   gated,         rotate,         attend<Unit>,
-      merge,         finish,         append,
+      merge,         finish,         append,         dot,           convolve,
+      delta_rule,
   };
 }
 

@@ -16,11 +16,13 @@
 namespace sparse_bitnet {
 
 enum class Dtype : int { float32 = 0, bfloat16 = 1 };
-enum class Activation : int { silu = 0, relu_squared = 1, gelu_tanh = 2 };
+enum class Activation : int { silu = 0, relu_squared = 1, gelu_tanh = 2, sigmoid = 3 };
 enum class CacheType : int { float32 = 0, float16 = 1, int8 = 2, int4 = 3 };
 struct PageView;
 struct PageAttention;
 struct AttentionState;
+struct Convolution;
+struct DeltaRule;
 struct MatmulKernels;
 struct RooflineLoops;
 
@@ -70,6 +72,11 @@ struct VectorKernels {
   // Stores a key and a value [head_dim] as token `slot` of a page.
   void (*append)(CacheType type, const PageView& page, std::int64_t slot, const float* key,
                  const float* value, std::int64_t head_dim);
+
+  // Sum of a [n] times b [n] in float32; then two of delta_net.h. The same bits everywhere.
+  float (*dot)(const float* a, const float* b, std::int64_t n);
+  void (*convolve)(const Convolution& work);
+  void (*delta_rule)(const DeltaRule& work);
 };
 
 extern const VectorKernels vector_generic, vector_avx2, vector_avxvnni, vector_avx512, vector_avx512vnni,

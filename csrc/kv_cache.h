@@ -58,6 +58,7 @@ class KvCache {
   int fork(int sequence, std::int64_t length);
   void truncate(int sequence, std::int64_t length);
   std::int64_t length(int sequence) const;
+  std::int64_t bytes() const { return data_->size(); }
   std::int64_t free_tokens() const { return std::int64_t(free_.size()) * page_tokens; }
 
   // Number of free pages that appending `count` tokens needs.

@@ -15,7 +15,10 @@ from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 
-FAMILIES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text", "hunyuan_v1_dense")
+FAMILIES = (
+    *("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text", "hunyuan_v1_dense"),
+    "qwen3_5_text",
+)
 
 
 def tiny_model_config(family: str, **changes: Any) -> Any:

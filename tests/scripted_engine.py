@@ -47,6 +47,9 @@ class ScriptedSequence:
         self._engine.check_room(-(-len(tokens) // PAGE) * PAGE)
         return ScriptedSequence(self._engine, tokens)
 
+    def reusable(self, length: int) -> int:
+        return length
+
     def truncate(self, length: int) -> None:
         assert self.is_open
         assert length <= len(self)
@@ -60,6 +63,7 @@ class ScriptedSequence:
 
 class ScriptedEngine:
     page_tokens = PAGE
+    can_rewind = True
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
     [
         (
             {"model_type": "gemma"},
-            "mistral, gemma3_text, hunyuan_v1_dense, not 'gemma'; use --engine",
+            "hunyuan_v1_dense, qwen3_5_text, not 'gemma'; use --engine",
         ),
         ({"hidden_act": "gelu"}, "no activation 'gelu'; use --engine transformers"),
         (

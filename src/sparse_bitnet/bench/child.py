@@ -106,12 +106,16 @@ def read_bytes(engine: "Engine") -> dict[str, float]:
     sizes = engine.architecture
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
     scale_bytes = 4 if engine.kv_cache.startswith("int") else 0
-    vectors = 2 * sizes.layers * sizes.kv_heads
-    of_block = sum(rows * columns for rows, columns in sizes.linear_shapes().values())
+    vectors = 2 * (sizes.layers - sum(sizes.delta_layers)) * sizes.kv_heads
+    of_blocks = sum(
+        rows * columns
+        for layer in range(sizes.layers)
+        for rows, columns in sizes.linear_shapes(layer).values()
+    )
     return {
         "weight_bytes": engine.weight_bytes + engine.head_bytes,
         "cache_token_bytes": vectors * (sizes.head_dim * bits / 8 + scale_bytes),
-        "block_weights": sizes.layers * of_block,
+        "block_weights": of_blocks,
     }
 
 

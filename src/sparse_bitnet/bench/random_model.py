@@ -179,7 +179,7 @@ def write_random_model(
         layers={
             f"model.layers.{layer}.{name}": size
             for layer in range(shape.layers)
-            for name, size in shape.linear_shapes().items()
+            for name, size in shape.linear_shapes(layer).items()
         },
     )
     for name, (_, in_features) in metadata.layers.items():
@@ -217,15 +217,15 @@ def _tensors(
         yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), _WEIGHT_STD * 3.5 / 127)
     rng = np.random.Generator(np.random.SFC64([0, 2]))
     vectors = {
-        f"model.layers.{layer}.{name}": length
+        f"model.layers.{layer}.{name}": lengths
         for layer in range(shape.layers)
-        for name, length in shape.vectors().values()
-    } | {"model.norm.weight": shape.hidden}
+        for name, lengths in shape.vectors(layer).values()
+    } | {"model.norm.weight": (shape.hidden,)}
     # Biases, then norms, whose weights are about one.
-    for name, length in sorted(vectors.items(), key=lambda item: not item[0].endswith(".bias")):
+    for name, lengths in sorted(vectors.items(), key=lambda item: not item[0].endswith(".bias")):
         mean = 0.0 if name.endswith(".bias") else 1.0
-        values = mean + 0.1 * rng.standard_normal(length, np.float32)
-        yield TensorSpec(name, "float32", (length,)), [values.astype(np.float32)]
+        values = mean + 0.1 * rng.standard_normal(lengths, np.float32)
+        yield TensorSpec(name, "float32", lengths), [values.astype(np.float32)]
 
 
 def _filled(

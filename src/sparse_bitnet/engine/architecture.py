@@ -11,18 +11,22 @@ from sparse_bitnet.checkpoint.config_fields import (
     FULL,
     GEMMA3,
     HUNYUAN,
+    LINEAR,
     MOST_POSITIONS,
+    QWEN35,
     WINDOWED,
     Fields,
+    has_linear_attention,
     head_size,
     rope_of,
+    text_config_of,
     unread_setting,
     windows_of,
 )
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.errors import EngineLacks, UserError, library_errors_as
 
-MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN)
+MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN, QWEN35)
 """transformers' `model_type` of the families that the engine computes."""
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1, "gelu_pytorch_tanh": 2}
@@ -31,11 +35,16 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "relu2": 1, "gelu_pytorch_tanh": 2}
 _MOST_FEATURES, _MOST_HEAD_DIM, _MOST_SHARED = 1 << 23, 1 << 10, 1 << 10
 """The largest sizes that csrc/bindings_decoder.cpp takes."""
 
+_MOST_DELTA_HEADS, _MOST_TAPS = 2730, 8
+"""The largest sizes of Gated DeltaNet there."""
+
 _MOST_HIDDEN = 1 << 17
 """The largest hidden size: sums over an output head of int8 then fit into 32 bits (csrc/matmul.h)."""
 
 _HEAD_NORMS = {
-    **dict.fromkeys(("qwen3", GEMMA3), ("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+    **dict.fromkeys(
+        ("qwen3", GEMMA3, QWEN35), ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+    ),
     HUNYUAN: ("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
 }
 """Norms of queries and keys by their names in the block; Hunyuan's are of rotated ones."""
@@ -51,12 +60,35 @@ BLOCK_LINEARS = {
 }
 """The linears of a block in the decoder's order: name in csrc/decoder.h -> name in the block."""
 
+DELTA_LINEARS = {
+    "q": "linear_attn.in_proj_qkv",
+    "k": "linear_attn.in_proj_z",
+    "o": "linear_attn.out_proj",
+    **{key: BLOCK_LINEARS[key] for key in ("gate", "up", "down")},
+}
+"""The same for a block with Gated DeltaNet."""
+
+ONE_INPUT = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+"""Linears of a block that multiply the same input."""
+
 
 class Rope(NamedTuple):
-    """Rotary embedding: inverse frequencies, float32 [head_dim / 2], and a factor of cosine and sine."""
+    """Rotary embedding: inverse frequencies, float32 [rotated dimensions / 2], and a factor of cosine and
+    sine."""
 
     inverse_frequencies: np.ndarray
     scaling: float
+
+
+class DeltaNet(NamedTuple):
+    """Sizes of Gated DeltaNet (csrc/delta_net.h)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens that the convolution sees, the token itself included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,50 +126,75 @@ class Architecture:
     windows: tuple[int, ...]
     """Attention window of each layer in tokens, the token itself included; 0 or empty tuple: no limit."""
 
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+    delta_net: DeltaNet | None = None
+    """Sizes of the layers with Gated DeltaNet; attention then has gates."""
+    delta_layers: tuple[bool, ...] = ()
+    """Whether each layer has Gated DeltaNet in place of attention; empty: none has."""
+
+    def linears(self, layer: int = 0) -> dict[str, str]:
+        """Return the linears of a block: name in csrc/decoder.h -> name in the block."""
+        is_delta = layer < len(self.delta_layers) and self.delta_layers[layer]
+        return DELTA_LINEARS if is_delta else BLOCK_LINEARS
+
+    def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """Return (out_features, in_features) of every linear of a block, by its name in the block."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
-        of_keys = (keys, self.hidden)
-        shapes = (
-            (queries, self.hidden),
-            of_keys,
-            of_keys,
-            (self.hidden, queries),
-            inner,
-            inner,
-            outer,
-        )
-        return dict(zip(BLOCK_LINEARS.values(), shapes, strict=True))
+        rows = {"q": queries * (2 if self.delta_net else 1), "k": keys, "v": keys}
+        linears, attended = self.linears(layer), queries
+        if net := self.delta_net if linears is DELTA_LINEARS else None:
+            attended = net.value_heads * net.value_dim
+            rows = {"q": 2 * net.key_heads * net.key_dim + attended, "k": attended}
+        shapes = {key: (count, self.hidden) for key, count in rows.items()}
+        shapes |= {"o": (self.hidden, attended), "down": (self.hidden, self.intermediate)}
+        shapes |= dict.fromkeys(("gate", "up"), (self.intermediate, self.hidden))
+        return {name: shapes[key] for key, name in linears.items()}
 
-    def vectors(self) -> dict[str, tuple[str, int]]:
-        """Return norms and biases of a block: name in csrc/decoder.h -> (name in the block, length).
+    def vectors(self, layer: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return a block's norms, biases and other dense tensors: name in csrc/decoder.h -> (name in the
+        block, shape).
 
         A norm of the input of q, k, v, gate or up alone is the decoder's `q_linear_norm` and so on.
         """
-        shapes = {key: self.linear_shapes()[name] for key, name in BLOCK_LINEARS.items()}
-        named = {"input_norm": ("input_layernorm.weight", self.hidden)}
-        behind_attention = ("post_attention_layernorm.weight", self.hidden)
+        linears = self.linears(layer)
+        shapes = {key: self.linear_shapes(layer)[name] for key, name in linears.items()}
+        hidden = (self.hidden,)
+        named: dict[str, tuple[str, tuple[int, ...]]] = {
+            "input_norm": ("input_layernorm.weight", hidden)
+        }
+        behind_attention = ("post_attention_layernorm.weight", hidden)
         if self.model_type == GEMMA3:
             # Gemma also normalises what attention and feed-forward part add to the residual.
             named["attention_out_norm"] = behind_attention
-            named["post_attention_norm"] = ("pre_feedforward_layernorm.weight", self.hidden)
-            named["ffn_out_norm"] = ("post_feedforward_layernorm.weight", self.hidden)
+            named["post_attention_norm"] = ("pre_feedforward_layernorm.weight", hidden)
+            named["ffn_out_norm"] = ("post_feedforward_layernorm.weight", hidden)
         else:
             named["post_attention_norm"] = behind_attention
+        if net := self.delta_net if linears is DELTA_LINEARS else None:
+            heads, channels = net.value_heads, shapes["q"][0]
+            of_net = {
+                "decay_weights": ("in_proj_a.weight", (heads, self.hidden)),
+                "step_weights": ("in_proj_b.weight", (heads, self.hidden)),
+                "decay_bias": ("dt_bias", (heads,)),
+                "decay_rates": ("A_log", (heads,)),
+                "convolution": ("conv1d.weight", (channels, 1, net.taps)),
+                "delta_norm": ("norm.weight", (net.value_dim,)),
+            }
+            return named | {
+                key: (f"linear_attn.{name}", shape) for key, (name, shape) in of_net.items()
+            }
         for key in (*("qkv" if self.qkv_bias else ""), *("o" if self.o_bias else "")):
-            named[f"{key}_bias"] = (f"{BLOCK_LINEARS[key]}.bias", shapes[key][0])
+            named[f"{key}_bias"] = (f"{linears[key]}.bias", shapes[key][:1])
         if self.model_type == "bitnet":
-            named["attention_sub_norm"] = ("self_attn.attn_sub_norm.weight", shapes["o"][1])
-            named["ffn_sub_norm"] = ("mlp.ffn_sub_norm.weight", shapes["down"][1])
+            named["attention_sub_norm"] = ("self_attn.attn_sub_norm.weight", shapes["o"][1:])
+            named["ffn_sub_norm"] = ("mlp.ffn_sub_norm.weight", shapes["down"][1:])
         if self.linear_norms:
             sub_norms = {"o": "attention_sub_norm", "down": "ffn_sub_norm"}
-            for key, name in BLOCK_LINEARS.items():
+            for key, name in linears.items():
                 norm = sub_norms.get(key, f"{key}_linear_norm")
-                named[norm] = (f"{name}.norm.weight", shapes[key][1])
+                named[norm] = (f"{name}.norm.weight", shapes[key][1:])
         names = _HEAD_NORMS.get(self.model_type, ())
         for key, name in zip(("q_norm", "k_norm"), names, strict=False):
-            named[key] = (name, self.head_dim)
+            named[key] = (name, (self.head_dim,))
         return named
 
 
@@ -147,6 +204,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     Raises `EngineLacks`, beginning with `where`, for what the CPU engine cannot run, and `UserError` for
     sizes that are missing or do not fit together.
     """
+    config = text_config_of(config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
@@ -183,13 +241,37 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=model_type != "qwen2" and attention_bias,
         linear_norms=bool(config.get(LINEAR_NORMS)),
-        norm_offset=1.0 if is_gemma else 0.0,
+        norm_offset=1.0 if is_gemma or model_type == QWEN35 else 0.0,
         query_scale=float(np.float32(1) / np.sqrt(np.float32(scores))),
         embedding_scale=math.sqrt(hidden) if is_gemma else 1.0,
         rope=read_rope(config, head_dim, where),
         local_rope=read_rope(config, head_dim, where, local=True),
         windows=windows_of(config, where),
+        delta_net=_delta_net(fields, where) if model_type == QWEN35 else None,
+        delta_layers=tuple(has_linear_attention(config, where)) if model_type == QWEN35 else (),
     )
+
+
+def _delta_net(fields: Fields, where: str) -> DeltaNet:
+    """Return the sizes of Gated DeltaNet. Raises `EngineLacks` for those without kernels."""
+    net = DeltaNet(
+        key_heads=fields.size("linear_num_key_heads", 16),
+        value_heads=fields.size("linear_num_value_heads", 32, most=_MOST_DELTA_HEADS),
+        key_dim=fields.size("linear_key_head_dim", 128, most=_MOST_HEAD_DIM),
+        value_dim=fields.size("linear_value_head_dim", 128, most=_MOST_HEAD_DIM),
+        taps=fields.size("linear_conv_kernel_dim", 4),
+    )
+    if net.value_heads % net.key_heads:
+        raise UserError(
+            f"{where}: {net.value_heads} value heads do not fit {net.key_heads} key heads"
+        )
+    if all(has_linear_attention(fields.values, where)):
+        raise _lacks(where, "model without attention in any layer")
+    if net.key_dim % 16 or net.value_dim % 16 or not 2 <= net.taps <= _MOST_TAPS:
+        raise _lacks(
+            where, f"Gated DeltaNet of heads that are no multiples of 16, or {net.taps} taps"
+        )
+    return net
 
 
 def _activation(config: dict[str, Any]) -> Any:
@@ -212,7 +294,10 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
         "biases in the feed-forward part": config.get("mlp_bias"),
         f"counterpart of {setting} in config.json": setting,
         "layers but those with full or sliding attention": any(
-            kind not in (FULL, WINDOWED) for kind in kinds
+            kind not in (FULL, LINEAR if model_type == QWEN35 else WINDOWED) for kind in kinds
+        ),
+        f"Gated DeltaNet with activation {activation!r}": (
+            model_type == QWEN35 and activation not in ("silu", "swish")
         ),
     }
     for name in (
@@ -240,8 +325,15 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool 
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise _lacks(where, f"rope type {kind!r}")
     numbers = Fields(fields, f"{where}: rope parameter ")
-    if numbers.optional("partial_rotary_factor", 1.0) != 1:
+    is_partial = config.get("model_type") == QWEN35
+    share = numbers.optional("partial_rotary_factor", 1.0)
+    if share != 1 and not is_partial:
         raise _lacks(where, "rotation but of whole heads")
+    head_dim = int(head_dim * share)
+    if share > 1 or head_dim % 2 or head_dim < 2:
+        raise UserError(
+            f"{where}: partial_rotary_factor is {share}, which gives no pairs of dimensions"
+        )
     failure = f"{where}: its rope parameters give frequencies that are not finite"
     with library_errors_as(failure), np.errstate(all="ignore"):
         rope = _frequencies(kind, head_dim, numbers, config)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine.architecture import BLOCK_LINEARS, HUNYUAN, Architecture
+from sparse_bitnet.engine.architecture import HUNYUAN, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
@@ -44,6 +44,7 @@ class Engine(InferenceEngine):
         self.architecture: Architecture = model.architecture
         sizes = model.architecture
         super().__init__(sizes.vocab, sizes.hidden, sizes.positions, options.context_length)
+        self.can_rewind = sizes.delta_net is None
         self.head_format = choose_head(model, options.head)
         threads = options.threads or available_cores()
         try:
@@ -107,6 +108,19 @@ class Engine(InferenceEngine):
     def _compute(
         self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
     ) -> list[np.ndarray]:
+        """Also compute again the tokens whose recurrent state is gone, see `Decoder::held`."""
+        behind = [
+            (sequence, np.asarray(sequence.tokens[held:], np.int32))
+            for sequence, _ in batch
+            if (held := self._decoder.length(sequence.cache)) < len(sequence)
+        ]
+        if behind:
+            self._run(behind, "none")
+        return self._run(batch, logits)
+
+    def _run(
+        self, batch: list[tuple[EngineSequence, np.ndarray]], logits: WhichLogits
+    ) -> list[np.ndarray]:
         counts = [len(tokens) for _, tokens in batch]
         rows = {"none": 0, "last": len(batch)}.get(logits, sum(counts))
         columns = self.hidden_size if logits == "hidden" else self.vocab_size
@@ -129,6 +143,9 @@ class Engine(InferenceEngine):
             return self._decoder.fork(sequence.cache, length)
         except ValueError as error:
             raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
+
+    def _reusable(self, sequence: EngineSequence, length: int) -> int:
+        return self._decoder.held(sequence.cache, length)
 
     def _truncate(self, sequence: EngineSequence) -> None:
         self._decoder.truncate(sequence.cache, len(sequence))
@@ -207,6 +224,8 @@ def _decoder_model(
     )
     if architecture.windows:
         model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
+    if architecture.delta_net:
+        model.set_hybrid(2 * len(frequencies[0]), *architecture.delta_net)
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
@@ -214,10 +233,13 @@ def _decoder_model(
         block = f"model.layers.{layer}."
         window = architecture.windows[layer] if architecture.windows else 0
         model.add_block(
-            {key: weights.matrices[block + name] for key, name in BLOCK_LINEARS.items()}
+            {
+                key: weights.matrices[block + name]
+                for key, name in architecture.linears(layer).items()
+            }
             | {
                 key: weights.vectors[block + name].ctypes.data
-                for key, (name, _) in architecture.vectors().items()
+                for key, (name, _) in architecture.vectors(layer).items()
             },
             window=window,
             rope=int(window > 0),

@@ -44,18 +44,18 @@ class EngineModel:
         """Names of the embedding and, unless it is tied, of the output head."""
         return [EMBEDDING] if self.architecture.ties_head else [EMBEDDING, HEAD]
 
-    def scale_group(self, block: str, linear: str) -> int:
-        """Return the number of weights of a layer that share a scale; 0: a whole row or matrix."""
-        shape = self.file.entries[f"{block}.{linear}.weight_scale"].shape
-        columns = self.architecture.linear_shapes()[linear][1]
+    def scale_group(self, layer: int, linear: str) -> int:
+        """Return the number of weights of a linear that share a scale; 0: a whole row or matrix."""
+        shape = self.file.entries[f"model.layers.{layer}.{linear}.weight_scale"].shape
+        columns = self.architecture.linear_shapes(layer)[linear][1]
         return columns // shape[1] if len(shape) == 2 and shape[1] > 1 else 0
 
     def scale_groups(self) -> set[int]:
         """`scale_group` of all layers."""
         return {
-            self.scale_group(f"model.layers.{layer}", linear)
+            self.scale_group(layer, linear)
             for layer in range(self.architecture.layers)
-            for linear in self.architecture.linear_shapes()
+            for linear in self.architecture.linear_shapes(layer)
         }
 
     def floats(self, name: str) -> np.ndarray:
@@ -108,6 +108,11 @@ def open_engine_model(path: str | Path) -> EngineModel:
                     f"{path}: tensor {name} is missing: that layer is not ternary, which the CPU engine "
                     "cannot compute; use --engine transformers"
                 )
+            if f"{name}_packed" in entries:
+                raise EngineLacks(
+                    f"{path}: tensor {name} is missing: that layer is ternary, which the CPU engine "
+                    "computes only as dense weights; use --engine transformers"
+                )
             raise UserError(f"{path}: tensor {name} is missing; copy it and config.json again")
         if entry.dtype not in dtypes or (shape is not None and entry.shape != shape):
             raise UserError(
@@ -129,7 +134,7 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
     floats = ("F32", "BF16", "F16")
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}"
-        for linear, shape in architecture.linear_shapes().items():
+        for linear, shape in architecture.linear_shapes(layer).items():
             name = f"{block}.{linear}"
             check_layout(metadata.packed_format, metadata.pattern, shape[1], name)
             columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
@@ -139,8 +144,8 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
                 wanted[f"{name}.weight_scale"] = (floats, scales.shape)
             else:
                 wanted[f"{name}.weight_scale"] = (("F32",), (1,))
-        for vector, length in architecture.vectors().values():
-            wanted[f"{block}.{vector}"] = (floats, (length,))
+        for vector, size in architecture.vectors(layer).values():
+            wanted[f"{block}.{vector}"] = (floats, size)
         if layer >= len(metadata.layers):
             # A count of layers that the file cannot have is not worth enumerating.
             break

@@ -52,6 +52,11 @@ class EngineSequence:
             cache = self.engine._fork(self, length)
             return EngineSequence(self.engine, cache, self._tokens[:length])
 
+    def reusable(self, length: int) -> int:
+        """Return how many of the first `length` tokens a fork would not have to compute again."""
+        with self.engine.turn():
+            return self.engine._reusable(self, self.check(length))
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
         with self.engine.turn():
@@ -92,6 +97,9 @@ class InferenceEngine(ABC):
 
     batch_invariant = False
     """Whether a token's logits are bit-identical whatever else is in the batch."""
+
+    can_rewind = True
+    """Whether truncated sequences need no computing again, unlike those with a recurrent state."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, positions: int, context_length: int | None
@@ -194,6 +202,10 @@ class InferenceEngine(ABC):
     @abstractmethod
     def _fork(self, sequence: EngineSequence, length: int) -> Any:
         """Return the `cache` of a new sequence with the first tokens of another."""
+
+    def _reusable(self, sequence: EngineSequence, length: int) -> int:
+        """Return `length`, or less if the engine would compute the last of these tokens again."""
+        return length
 
     @abstractmethod
     def _truncate(self, sequence: EngineSequence) -> None:

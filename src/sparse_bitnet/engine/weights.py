@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet import __version__, _cpu
-from sparse_bitnet.engine.architecture import BLOCK_LINEARS
+from sparse_bitnet.engine.architecture import ONE_INPUT
 from sparse_bitnet.engine.engine_model import EngineModel
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
@@ -47,10 +47,6 @@ _SECONDS = 2.0
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
 _TIE = 1.02
 """Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
-
-_LINEARS = tuple(BLOCK_LINEARS.values())
-_ONE_INPUT = (_LINEARS[:3], _LINEARS[3:4], _LINEARS[4:6], _LINEARS[6:])
-"""Linears of a block that multiply the same input; their scales have the same groups."""
 
 
 def choose_head(model: EngineModel, head: str) -> str:
@@ -219,11 +215,13 @@ class Weights:
             self.head = self.embedding
             if not model.architecture.ties_head:
                 self.head, self.head_bytes = self._table(names[1], head_format)
-            blocks = [f"model.layers.{layer}" for layer in range(model.architecture.layers)]
-            of_block = [name for name, _ in model.architecture.vectors().values()]
-            vectors = [f"{block}.{name}" for block in blocks for name in of_block]
+            vectors = [
+                f"model.layers.{layer}.{name}"
+                for layer in range(model.architecture.layers)
+                for name, _ in model.architecture.vectors(layer).values()
+            ]
             self.vectors = {name: self._vector(name) for name in [*vectors, "model.norm.weight"]}
-            self.matrices, self.weight_bytes = self._matrices(blocks, weight_format)
+            self.matrices, self.weight_bytes = self._matrices(weight_format)
         del self._pool  # the system may not start a decoder's threads beside these
 
     def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
@@ -267,33 +265,38 @@ class Weights:
 
     def _vector(self, name: str) -> np.ndarray:
         vector = np.ascontiguousarray(self._model.floats(name))
-        if name.endswith("norm.weight") and not name.endswith("proj.norm.weight"):
+        if name.endswith("A_log"):
+            return (-np.exp(vector.astype(np.float64))).astype(np.float32)
+        if name.endswith("conv1d.weight"):
+            return np.ascontiguousarray(vector[:, 0].T)
+        if name.endswith("norm.weight") and not name.endswith(
+            ("proj.norm.weight", "attn.norm.weight")
+        ):
             vector = vector + np.float32(self._model.architecture.norm_offset)
         return vector
 
-    def _matrices(
-        self, blocks: list[str], weight_format: str
-    ) -> tuple[dict[str, _cpu.Matrix], int]:
+    def _matrices(self, weight_format: str) -> tuple[dict[str, _cpu.Matrix], int]:
         """Return the matrices of the blocks by name, in a format of `FORMATS`, and their total bytes,
         with scales of rows and groups."""
-        model, shapes = self._model, self._model.architecture.linear_shapes()
+        model, sizes = self._model, self._model.architecture
         pattern = coded_pattern(model.metadata.pattern)
         stored = model.metadata.packed_format, model.metadata.pattern
         exact = model.exact and weight_format == "lookup"
-        strides = {
-            name: row_stride(weight_format, pattern, columns, model.exact)
-            for name, (_, columns) in shapes.items()
-        }
-        sizes = {name: _in_strips(rows) * strides[name] for name, (rows, _) in shapes.items()}
-        bytes_of_all = sum(sizes.values()) * len(blocks)
+        bytes_of_all = sum(
+            _in_strips(rows) * row_stride(weight_format, pattern, columns, model.exact)
+            for layer in range(sizes.layers)
+            for rows, columns in sizes.linear_shapes(layer).values()
+        )
         address = self._buffer(bytes_of_all).address
         matrices = {}
-        for block in blocks:
-            for linear, shape in shapes.items():
-                name, stride = f"{block}.{linear}", strides[linear]
+        for layer in range(sizes.layers):
+            linears, shapes = sizes.linears(layer), sizes.linear_shapes(layer)
+            for key, linear in linears.items():
+                name, shape = f"model.layers.{layer}.{linear}", shapes[linear]
+                stride = row_stride(weight_format, pattern, shape[1], model.exact)
                 # The smallest group of all matrices with the same input; 0 for no groups.
-                beside = next(names for names in _ONE_INPUT if linear in names)
-                groups = [model.scale_group(block, other) for other in beside]
+                beside = next(keys for keys in ONE_INPUT if key in keys)
+                groups = [model.scale_group(layer, linears[k]) for k in beside if k in linears]
                 scales = self._scales(
                     f"{name}.weight_scale", shape, min(filter(None, groups), default=0)
                 )
@@ -308,7 +311,7 @@ class Weights:
                     exact=exact,
                 )
                 self._fill(f"{name}.weight_packed", *stored, matrices[name], shape, in_place)
-                address += sizes[linear]
+                address += _in_strips(shape[0]) * stride
         return matrices, bytes_of_all
 
     def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// dot, convolve and delta_rule of isa.h. Nothing is fused here, see delta_net.h.
+
+// Partial sums of `dot`, the same everywhere.
+constexpr int dot_lanes = 64;
+
+TARGET static float dot(const float* a, const float* b, std::int64_t n) {
+  constexpr int vectors = dot_lanes / width;
+  Floats sums[vectors] = {};
+  std::int64_t i = 0;
+  for (; i + dot_lanes <= n; i += dot_lanes) {
+    UNROLL for (int v = 0; v < vectors; ++v) {
+      sums[v] += load_floats(a + i + v * width) * load_floats(b + i + v * width);
+    }
+  }
+  float lane[dot_lanes];
+  __builtin_memcpy(lane, sums, sizeof lane);
+  for (; i < n; ++i) lane[i % dot_lanes] += a[i] * b[i];
+  for (int half = dot_lanes / 2; half >= 1; half /= 2) {
+    for (int k = 0; k < half; ++k) lane[k] += lane[k + half];
+  }
+  return lane[0];
+}
+
+// From the last token to the first, whose inputs are then still there.
+TARGET static void convolve(const Convolution& work) {
+  for (std::int64_t token = work.tokens; token-- > 0;) {
+    float* row = work.rows + token * work.stride;
+    for (std::int64_t c = 0; c < work.columns; c += width) {
+      Floats sum = {};
+      for (std::int64_t tap = 0; tap < work.taps; ++tap) {
+        const std::int64_t before = work.taps - 1 - tap;
+        const float* from = before <= token ? row - before * work.stride
+                                            : work.past + (token + tap) * work.columns;
+        sum += load_floats(work.weights + tap * work.stride + c) * load_floats(from + c);
+      }
+      store(row + c, sum / (1.0f + bounded_exponential<false>(-sum)));
+    }
+  }
+}
+
+// Columns [column, column + VECTORS * width) of all tokens: their part of the state stays in the caches.
+template <int VECTORS>
+TARGET static void delta_columns(const DeltaRule& work, std::int64_t column) {
+  constexpr int in_slab = int(slab_columns) / width;
+  const std::int64_t slab = work.key_dim * slab_columns;
+  float* state = work.state + column * work.key_dim;
+  const auto place = [&](std::int64_t key, int v) {
+    return state + v / in_slab * slab + key * slab_columns + v % in_slab * width;
+  };
+  for (std::int64_t token = 0; token < work.tokens; ++token) {
+    const float* key = work.keys + token * work.stride;
+    const float* query = work.queries + token * work.stride;
+    Floats with_key[VECTORS] = {}, with_query[VECTORS] = {};
+    for (std::int64_t i = 0; i < work.key_dim; ++i) {
+      UNROLL for (int v = 0; v < VECTORS; ++v) {
+        const Floats s = load_floats(place(i, v));
+        with_key[v] += s * key[i];
+        with_query[v] += s * query[i];
+      }
+    }
+    const float decay = work.decays[token * work.gate_stride], step = work.steps[token * work.gate_stride];
+    const float both = dot(key, query, work.key_dim);
+    Floats change[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; ++v) {
+      const Floats value = load_floats(work.values + token * work.stride + column + v * width);
+      change[v] = step * (value - decay * with_key[v]);
+      store(work.out + token * work.out_stride + column + v * width,
+            decay * with_query[v] + both * change[v]);
+    }
+    for (std::int64_t i = 0; i < work.key_dim; ++i) {
+      UNROLL for (int v = 0; v < VECTORS; ++v) {
+        float* s = place(i, v);
+        store(s, decay * load_floats(s) + key[i] * change[v]);
+      }
+    }
+  }
+}
+
+TARGET static void delta_rule(const DeltaRule& work) {
+  std::int64_t column = 0;
+  for (; column + 4 * width <= work.columns; column += 4 * width) delta_columns<4>(work, column);
+  for (; column < work.columns; column += slab_columns) {
+    delta_columns<int(slab_columns) / width>(work, column);
+  }
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "recurrent_state.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace sparse_bitnet {
+namespace {
+
+// Tokens before a prompt's end at which its snapshot is: prompts that differ in their last tokens only, as
+// chat templates make them, start there, and what they compute again takes no longer than a token.
+constexpr std::int64_t tokens_behind = 8;
+
+}  // namespace
+
+std::int64_t RecurrentStates::held(int sequence, std::int64_t length) const {
+  std::int64_t longest = 0;
+  for (const State& state : sequences_.at(sequence).states) {
+    if (state.length <= length) longest = state.length;
+  }
+  return longest;
+}
+
+void RecurrentStates::cut(Sequence& sequence, std::int64_t length) {
+  std::vector<State>& states = sequence.states;
+  while (!states.empty() && states.back().length > length) states.pop_back();
+  sequence.prompt_snapshot = 0;
+}
+
+void RecurrentStates::cut(int sequence, std::int64_t length) { cut(sequences_.at(sequence), length); }
+
+void RecurrentStates::fork(int from, int to, std::int64_t length) {
+  Sequence forked = sequences_.at(from);
+  cut(forked, length);
+  if (!forked.states.empty()) forked.states.back().buffer->used = ++clock_;
+  sequences_[to] = std::move(forked);
+}
+
+bool RecurrentStates::drop_snapshot() {
+  std::vector<State>* oldest = nullptr;
+  std::ptrdiff_t place = 0;
+  for (auto& [number, sequence] : sequences_) {
+    std::vector<State>& states = sequence.states;
+    for (std::size_t i = 0; i + 1 < states.size(); ++i) {
+      if (oldest && states[i].buffer->used >= (*oldest)[place].buffer->used) continue;
+      oldest = &states;
+      place = std::ptrdiff_t(i);
+    }
+  }
+  if (oldest) oldest->erase(oldest->begin() + place);
+  return oldest != nullptr;
+}
+
+// Null where the limit is reached.
+RecurrentStates::Shared RecurrentStates::make() {
+  while (alive_ >= most_) {
+    if (!drop_snapshot()) return nullptr;
+  }
+  Shared made = std::make_shared<Buffer>(floats_, alive_);
+  made->used = ++clock_;
+  return made;
+}
+
+std::vector<RecurrentStates::Step> RecurrentStates::take(const std::vector<Growth>& growths) {
+  std::vector<Step> steps(growths.size());
+  // What may throw comes first.
+  for (std::size_t i = 0; i < growths.size(); ++i) {
+    Sequence& sequence = sequences_.at(growths[i].sequence);
+    std::vector<State>& states = sequence.states;
+    states.reserve(states.size() + 2);
+    const std::int64_t behind = growths[i].length + growths[i].count - tokens_behind;
+    const bool is_prompt = growths[i].count > 1, is_inside = behind > growths[i].length;
+    if (is_prompt && is_inside) steps[i].snapshot_length = behind;
+    const bool is_shared = !states.empty() && states.back().buffer.use_count() > 1;
+    const bool is_snapshot = is_prompt && !is_inside && !states.empty() && sequence.prompt_snapshot == 0;
+    if (!states.empty() && !is_shared && !is_snapshot) continue;
+    steps[i].live = make();
+    if (!steps[i].live && (states.empty() || is_shared)) {
+      throw std::length_error("all " + std::to_string(most_) + " recurrent states are in use");
+    }
+    if (steps[i].live && is_snapshot) sequence.prompt_snapshot = growths[i].length;
+  }
+  for (std::size_t i = 0; i < growths.size(); ++i) {
+    if (steps[i].snapshot_length == 0) continue;
+    Sequence& sequence = sequences_.at(growths[i].sequence);
+    // The prompt's snapshot so far makes room for the next one.
+    for (std::size_t k = 0; k + 1 < sequence.states.size() && !steps[i].snapshot; ++k) {
+      State& state = sequence.states[k];
+      if (state.length != sequence.prompt_snapshot || state.buffer.use_count() > 1) continue;
+      steps[i].snapshot = std::move(state.buffer);
+      sequence.states.erase(sequence.states.begin() + std::ptrdiff_t(k));
+    }
+    if (!steps[i].snapshot) steps[i].snapshot = make();
+    if (!steps[i].snapshot) steps[i].snapshot_length = 0;
+  }
+  for (std::size_t i = 0; i < growths.size(); ++i) {
+    std::vector<State>& states = sequences_.at(growths[i].sequence).states;
+    if (states.empty()) continue;
+    if (steps[i].live) {
+      std::memcpy(steps[i].state(), states.back().buffer->floats(), floats_ * sizeof(float));
+    } else {
+      steps[i].live = std::move(states.back().buffer);
+      states.pop_back();
+    }
+  }
+  return steps;
+}
+
+void RecurrentStates::commit(std::vector<Step>& steps, const std::vector<Growth>& growths) {
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    Sequence& sequence = sequences_.at(growths[i].sequence);
+    if (growths[i].count == 1) sequence.prompt_snapshot = 0;
+    if (steps[i].snapshot) {
+      sequence.prompt_snapshot = steps[i].snapshot_length;
+      sequence.states.push_back({steps[i].snapshot_length, std::move(steps[i].snapshot)});
+    }
+    sequence.states.push_back({growths[i].length + growths[i].count, std::move(steps[i].live)});
+  }
+}
+
+}  // namespace sparse_bitnet
