@@ -100,21 +100,28 @@ class SpeculationOptions:
         from sparse_bitnet.generation.open_model import open_model
         from sparse_bitnet.generation.speculation import Speculation
 
-        if not model.engine.batch_invariant and self.draft is not None:
-            raise UserError(
-                "--draft needs the CPU engine, which does not run this model: leave it out"
-            )
+        lacks = None
         if not model.engine.batch_invariant:
+            lacks = "the CPU engine, which does not run this model"
+        elif not model.engine.can_rewind:
+            lacks = "a model without recurrent state, which rejected tokens would change"
+        if lacks and self.draft is not None:
+            raise UserError(f"--draft needs {lacks}: leave it out")
+        if lacks:
             return None
         if self.draft is None:
             return Speculation(model.engine, most=self.speculative_tokens)
         draft = open_model(self.draft, replace(engine, engine="cpu", context_length=None))
-        if draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
-            draft.engine.close()
-            raise UserError(
-                f"--draft {self.draft}: its tokenizer differs from the model's; give a smaller model of "
-                "the same family"
+        fault = ""
+        if not draft.engine.can_rewind:
+            fault = "its recurrent state cannot drop rejected tokens; give a model without one"
+        elif draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
+            fault = (
+                "its tokenizer differs from the model's; give a smaller model of the same family"
             )
+        if fault:
+            draft.engine.close()
+            raise UserError(f"--draft {self.draft}: {fault}")
         return Speculation(model.engine, most=self.speculative_tokens, draft=draft.engine)
 
 

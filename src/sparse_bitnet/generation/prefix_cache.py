@@ -47,12 +47,14 @@ class PrefixCache:
     def longest(
         self, tokens: np.ndarray, others: Iterable[tuple[EngineSequence | None, np.ndarray]] = ()
     ) -> tuple[EngineSequence | None, int]:
-        """Return the sequence, kept or in `others`, with the longest prefix in common with `tokens`, and
-        the length of that prefix; (None, 0) if there is none."""
+        """Return the sequence, kept or in `others`, with the longest reusable prefix in common with
+        `tokens`, and the length of that prefix; (None, 0) if there is none."""
         best: EngineSequence | None = None
         length = 0
         for sequence, held in (*self._kept.items(), *others):
             shared = shared_length(held, tokens)
+            if shared > length and sequence is not None:
+                shared = sequence.reusable(shared)
             if shared > length:
                 best, length = sequence, shared
         if best in self._kept:

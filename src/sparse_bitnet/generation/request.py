@@ -154,6 +154,8 @@ class Generation:
     """Number of draft tokens computed."""
     accepted_tokens: int = 0
     """Number of draft tokens accepted."""
+    slice_end: int = 0
+    """Length at which a slice of the prompt ends, for a prompt that branches off there; 0: nowhere."""
     started: bool = False
     pauses: int = 0
     """How often its sequence was dropped because the cache was full."""
@@ -225,6 +227,11 @@ class Generation:
     def in_cache(self) -> int:
         """Number of tokens whose keys and values the engine holds."""
         return 0 if self.sequence is None else len(self.sequence)
+
+    @property
+    def next_slice_end(self) -> int:
+        """`slice_end` if it is still ahead, else 0."""
+        return self.slice_end if self.slice_end > self.in_cache else 0
 
     @property
     def _unscored(self) -> int:

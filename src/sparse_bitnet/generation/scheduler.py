@@ -67,6 +67,8 @@ def shares(
     for index, generation in enumerate(sorted(prompts, key=lambda g: g.missing)):
         part = max(budget // (len(prompts) - index), 1)
         sizes[generation] = min(part, generation.missing)
+        if end := generation.next_slice_end:
+            sizes[generation] = min(sizes[generation], end - generation.in_cache)
         budget -= sizes[generation]
     return [(generation, sizes.get(generation, 1)) for generation in generations]
 
@@ -235,6 +237,8 @@ class Scheduler:
             coming = shared_length(other.prompt_array, tokens)
             is_more = coming - shared >= _WORTH_WAITING or shared < coming == len(tokens)
             if is_more and coming > other.in_cache:
+                if not self._engine.can_rewind:
+                    other.slice_end = min(other.next_slice_end or coming, coming)
                 return True
         return False
 

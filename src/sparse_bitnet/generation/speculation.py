@@ -128,12 +128,13 @@ class Speculation:
         """Create a source of draft tokens.
 
         Args:
-            engine: target engine; the logits of a token must not depend on the rest of the batch.
+            engine: target engine; the logits of a token must not depend on the rest of the batch. One
+                that cannot rewind gets no draft tokens.
             most: largest number of draft tokens for one text at a time.
             draft: an engine with a smaller model of the same tokenizer; its owner closes it.
         """
         self.costs = ForwardCosts()
-        self._engine, self._most = engine, most
+        self._engine, self._most = engine, most if engine.can_rewind else 0
         self._draft = draft
         self._draft_seconds = 0.0
         """Seconds that the draft model takes for a token."""
