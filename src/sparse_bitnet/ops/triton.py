@@ -101,20 +101,21 @@ def _launch(
 def _kept(key, lane, N: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
     """Return the mask of the n largest lanes of each group, ties to the lower index.
 
-    Keys are magnitudes minus one, -1 .. 2**31 - 2: the least integer is free, in their complements too,
-    which have the reverse order. Lanes to ignore get it.
+    Keys are magnitudes minus one, -1 .. 2**31 - 2: the integers at both ends are free, for lanes to
+    ignore. Complements instead of minima lose a pick on an H200 (Triton 3.6 forgets a negation).
     """
     keeps: tl.constexpr = N <= M - N
     picks: tl.constexpr = N if keeps else M - N
+    gone: tl.constexpr = -0x80000000 if keeps else 0x7FFFFFFF
     rank = lane if keeps else LANES - 1 - lane
-    left = tl.where((lane < M)[None, :], key if keeps else ~key, -0x80000000)
+    left = tl.where((lane < M)[None, :], key, gone)
     picked = key < -1
     for _ in tl.static_range(picks):
-        best = tl.max(left, axis=1)
+        best = tl.max(left, axis=1) if keeps else tl.min(left, axis=1)
         first = tl.min(tl.where(left == best[:, None], rank[None, :], LANES), axis=1)
         hit = rank[None, :] == first[:, None]
         picked = picked | hit
-        left = tl.where(hit, -0x80000000, left)
+        left = tl.where(hit, gone, left)
     return picked if keeps else ~picked
 
 
