@@ -38,8 +38,7 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
 }
-TERNARY = (*(f"{name}_proj.weight" for name in "qkvo"), "in_proj_qkv.weight", "in_proj_z.weight")
-TERNARY = (*TERNARY, "out_proj.weight", *(f"{n}_proj.weight" for n in ("gate", "up", "down")))
+TERNARY = ("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 Q2_0 = by_our_layout("Q2_0", 128)
 
 
@@ -203,15 +202,14 @@ def test_layers_of_any_order_and_tensors_that_are_not_read(tmp_path: Path, is_li
     model = ternary_qwen35(128, layer_types=kinds)
     unread = {"blk.4.nextn.eh_proj.weight": np.ones((256, 512), np.float32)}
     unread |= {name: np.ones(4, np.float32) for name in ("blk.4.ssm_a", "v.post_ln.weight")}
-    changes = {"block_count": 5, "nextn_predict_layers": 1}
-    if is_listed:
-        changes["attention.recurrent_layers"] = [False, True, False, True, False]
-    path = write_qwen35(tmp_path / "model.gguf", model, Q2_0, changes | unread)
+    changes: dict[str, Any] = {"block_count": 5, "nextn_predict_layers": 1}
+    listed = {"attention.recurrent_layers": [False, True, False, True, False]} if is_listed else {}
+    path = write_qwen35(tmp_path / "model.gguf", model, Q2_0, changes | listed | unread)
     source = open_checkpoint(path)
     assert_same_model(source, model)
     assert source.config["layer_types"] == model.config.layer_types
     for name in ("blk.3.nextn.enorm.weight", "x.weight"):
-        more = changes | {name: np.ones(4, np.float32)}
+        more = changes | listed | {name: np.ones(4, np.float32)}
         path = write_qwen35(tmp_path / "other.gguf", model, Q2_0, more)
         with pytest.raises(UserError, match=f"tensor {name} is not supported"):
             open_checkpoint(path)

@@ -336,8 +336,10 @@ def test_invalid_chat_and_lora_options_are_refused(
         command.main(["--chat", str(chats / "chats.jsonl")])
     bloom = BloomForCausalLM(BloomConfig(vocab_size=304, hidden_size=8, n_layer=1, n_head=1))
     bloom.save_pretrained(tmp_path / "bloom")
-    with pytest.raises(UserError, match="BloomForCausalLM takes no positions"):
-        train(chat_run(init=str(tmp_path / "bloom")))
+    tiny_model("qwen3_5_text", vocab_size=304).save_pretrained(tmp_path / "qwen3_5")
+    for name in ("bloom", "qwen3_5"):
+        with pytest.raises(UserError, match=r"ForCausalLM mixes conversations that share a window"):
+            train(chat_run(init=str(tmp_path / name)))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="does not work under torchrun"):
         command.main(["--chat", str(chats / "chats.jsonl"), "--init", str(chats / "model")])
