@@ -22,34 +22,21 @@ def quickstart() -> str:
     return f"{table}\n\n`sparse-bitnet quickstart` ({where})"
 
 
-def distill() -> str:
-    return _distilled("distill", "OUT/model OUT/data RUNS")
-
-
-def distill_own() -> str:
-    return _distilled("distill-own", "RUN/final DATA RUNS --own")
-
-
-def _distilled(kind: str, arguments: str) -> str:
-    rows = read(kind)
-    perplexities: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        perplexities.setdefault((row["method"], row["format"]), []).append(row["perplexity"])
-    trained = next(row for row in rows if row["tokens"])
+def real_model() -> str:
+    rows = read("real-model")
+    teacher = f"{rows[0]['teacher_perplexity']:.2f}"
     lines = [
         [
-            method,
-            f"`{format}`",
-            f"{sum(values) / len(values):,.2f}",
-            f"{min(values):,.2f} to {max(values):,.2f}" if len(values) > 1 else "",
-            str(len(values)) if method in ("fine-tuning", "distillation") else "",
+            row["name"],
+            f"{row['perplexity_at_start']:,.0f}",
+            f"{row['perplexity']:,.2f}",
+            f"{row['kl_divergence'][-1]:.3f}",
         ]
-        for (method, format), values in perplexities.items()
+        for row in rows
     ]
-    head = ["method", "format", "perplexity", "lowest to highest", "seeds"]
-    note = f"{trained['tokens']:,} tokens a training; "
-    steps = trained["tokens"] // 1024
-    command = f"python benchmarks/distill.py {arguments} --steps {steps}"
+    head = ["row", "before training", f"after {rows[0]['tokens']:,} tokens", "KL, last step"]
+    command = "python benchmarks/real_model.py TEACHER DATA RUNS"
+    note = f"the teacher's perplexity: {teacher}; "
     return markdown(head, lines, rows[0], command, note)
 
 

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pretrained model made ternary and N:M sparse: choices of the recipe, each in equal tokens.
+
+    python benchmarks/real_model.py TEACHER DATA RUNS --workers 4
+    python benchmarks/real_model.py TEACHER DATA RUNS --only "start: converted" --tokens 10000000
+
+DATA is prepared text; `--chats` names prepared conversations, whose held-out part is scored as well.
+Each row trains in a process of its own, in RUNS/NAME, and is recorded when it ends; `--workers` rows
+train at a time, and rows that are there are skipped.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recorded import record
+
+GROUPS = "ternary-6:8,quantizer=per-group:size=64"
+BASE: dict[str, Any] = dict(
+    format=GROUPS,
+    batch_size=16,
+    sequence_length=512,
+    learning_rate=2e-3,
+    warmup_fraction=0.05,
+    weight_decay=0.0,
+    ce_weight=0.0,
+    temperature=1.0,
+    compile="on",
+    loss_chunk_tokens=4096,
+    validation_tokens=65536,
+    layer_metrics_every=0,
+    checkpoint_every=0,
+)
+FULL = {"learning_rate": 2e-4, "reconstruction_windows": 0}
+TABLE: dict[str, dict[str, Any]] = {
+    "ternary 6:8": {},
+    "ternary 8:8": {"format": GROUPS.replace("6:8", "8:8")},
+    "ternary 2:4": {"format": GROUPS.replace("6:8", "2:4")},
+    "full 6:8": {"format": "full-6:8", **FULL},
+    "full 2:4": {"format": "full-2:4", **FULL},
+    "start: converted": {"reconstruction_windows": 0},
+    "learning rate 1e-3": {"learning_rate": 1e-3},
+    "learning rate 4e-3": {"learning_rate": 4e-3},
+    "scale of a matrix": {"format": "ternary-6:8"},
+    "scale of a row": {"format": "ternary-6:8,quantizer=per-channel"},
+    "groups of 32": {"format": GROUPS.replace("64", "32")},
+    "groups of 192": {"format": GROUPS.replace("64", "192")},
+    "loss: cross-entropy": {"ce_weight": 1.0, "logits_weight": 0.0, "temperature": 2.0},
+    "loss: both": {"ce_weight": 1.0},
+    "loss: with relations": {"relations_weight": 1.0, "compile": "off"},
+    "temperature 2": {"temperature": 2.0},
+    "activations not quantised": {"format": f"{GROUPS},activation=none"},
+    "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},
+    "schedule: gradual": {"format": f"{GROUPS},schedule=gradual:until=0.5"},
+    "sub-norms": {"sub_norms": True},
+}
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train one row; return its perplexities on held-out text, and its speed."""
+    import torch
+
+    from sparse_bitnet.checkpoint.load import from_pretrained
+    from sparse_bitnet.training.config import TrainConfig
+    from sparse_bitnet.training.device import resolve_device, resolve_dtype
+    from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
+    from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
+    from sparse_bitnet.training.trainer import train
+
+    values = BASE | TABLE[name] | json.loads(options.set)
+    steps = max(1, options.tokens // (values["batch_size"] * values["sequence_length"]))
+    out = options.runs / name.replace(" ", "-").replace(":", "of")
+    teacher = options.teacher
+    own = dict(init=teacher, teacher=teacher, data=options.data, out=str(out), steps=steps)
+    config = TrainConfig(**values, **own)
+    seconds: list[float] = []
+    result = train(config, on_step=lambda step: seconds.append(step["seconds"]))
+    curve = read_rows(out / METRICS_FILE)
+    row = {
+        "name": name,
+        "tokens": result.tokens,
+        "perplexity": result.validation_perplexity,
+        "perplexity_at_start": curve[0]["validation_perplexity"],
+        "teacher_perplexity": curve[0]["teacher_perplexity"],
+        "kl_divergence": [each["kl_divergence"] for each in curve if "kl_divergence" in each][-1:],
+        "tokens_per_second": config.tokens_per_step / sorted(seconds)[len(seconds) // 2],
+        "config": values,
+    }
+    if options.chats:
+        device = resolve_device("auto")
+        model: Any = from_pretrained(out / "final", dtype=torch.float32).to(device)
+        chats, dtype = replace(config, data=options.chats), resolve_dtype("auto", device)
+        held_out, loss = held_out_windows(chats), SummedLoss(model, config.loss_chunk_tokens)
+        mean, _ = validation_loss(loss, chats, held_out, device=device, dtype=dtype)
+        row["chat_perplexity"] = float(torch.tensor(mean).exp())
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("teacher")
+    parser.add_argument("data")
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--chats")
+    parser.add_argument("--tokens", type=int, default=2_000_000)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(TABLE), help="names of rows")
+    parser.add_argument("--set", default="{}", help="JSON of options that differ from the table's")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    rows = options.runs / "rows.jsonl"
+    if options.child:
+        from sparse_bitnet.provenance import hardware
+
+        record("real-model", [measure(options.child, options)], rows, hardware=hardware())
+        return
+    done = {json.loads(line)["name"] for line in rows.open()} if rows.exists() else set()
+
+    def run(name: str) -> None:
+        with (options.runs / f"{name.replace(':', '')}.log").open("w") as log:
+            command = [sys.executable, *sys.argv, "--child", name]
+            print(name, subprocess.call(command, stdout=log, stderr=log), flush=True)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(run, [name for name in options.only if name not in done]))
+
+
+if __name__ == "__main__":
+    main()
