@@ -111,13 +111,9 @@ def _select_registered(
     mask, latent = None, weight
     if not config.pattern.is_dense:
         score = config.variant("score")
-        if score.name == "magnitude":
-            mask = nm_mask(weight, pattern)
-        else:
-            ranked = _checked(score, score.call(weight, matrix=matrix), weight)
-            # Built-in scores are magnitudes already, and kernels rank float32.
-            keys = _as_magnitudes(ranked) if score.is_foreign else ranked.float()
-            mask = nm_mask(keys, pattern)
+        ranked = _checked(score, score.call(weight, matrix=matrix), weight)
+        # Built-in scores are magnitudes already, and kernels rank float32.
+        mask = nm_mask(_as_magnitudes(ranked) if score.is_foreign else ranked.float(), pattern)
         if score.has("shrink") and not pattern.is_dense:
             latent = _checked(score, score.call(weight, mask, pattern.m, hook="shrink"), weight)
     masked = config.weight == "full" or config.scale_source == "masked" or blend < 1
