@@ -162,7 +162,7 @@ ELSEWHERE = {
     "minutes; tests/experiments runs it small": r"quickstart|reproduce|report|distill Qwen",
     "the machine for itself; tests/bench runs it small": r" bench",
     "data sets of others": r"--tasks paper|train-00000",
-    "a port, a terminal or a chat model; tests/serve and examples/ have them": r" serve| chat |--chat|--from-model",
+    "a port, a terminal or a chat model; other tests have them": r" serve| chat |--chat|--from-model",
     "more words to be a command": r"(COMMAND --help|distill|pack|max-restarts)$",
 }  # fmt: skip
 """Reasons why commands in the pages are not run as they stand, and patterns of these commands."""
