@@ -33,8 +33,7 @@ NAMES = {
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.out_proj": "ssm_out",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
+    **{f"linear_attn.{name}": f"ssm_{name}" for name in ("conv1d", "norm")},
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
 }
@@ -66,6 +65,8 @@ def ternary_qwen35(group: int, **changes: Any) -> Any:
             parameter.data = torch.from_numpy(np.ascontiguousarray(values))
         elif parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        elif name.endswith("in_proj_a.weight"):
+            parameter.data.sign_()  # ternary too, which other tools' files may have
     return model.eval()
 
 
@@ -110,7 +111,6 @@ def metadata(config: Any) -> dict[str, Any]:
         "rope.freq_base": config.rope_parameters["rope_theta"],
         **{"ssm.conv_kernel": 4, "ssm.state_size": HEAD, "ssm.group_count": KEYS},
         **{"ssm.time_step_rank": KEYS * SHARED, "ssm.inner_size": KEYS * SHARED * HEAD},
-        "full_attention_interval": 4,
     }
 
 

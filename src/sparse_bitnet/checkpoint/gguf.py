@@ -67,7 +67,8 @@ class GgufCheckpoint(Checkpoint):
         matrices = [name for name, shape in self.shapes.items() if len(shape) == 2]
         self._check_tensors(matrices)
         gates = [n for n in matrices if n.removesuffix(".weight").endswith(GATES)]
-        gates = [name for name in gates if not self.is_ternary(name)]
+        # The engine computes dense gates; only ours are known to have been trained otherwise.
+        gates = [n for n in gates if FORMAT not in self.gguf.metadata or not self.is_ternary(n)]
         linears = [n for n in matrices if not n.startswith(_TABLES) and n not in gates]
         plain, said = [name for name in linears if not self.is_ternary(name)], ""
         if plain:
