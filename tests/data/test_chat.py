@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.cli.prepare import main
 from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode, end_of_turn_tokens
 from sparse_bitnet.data.loader import TokenLoader, Windows
@@ -336,6 +337,41 @@ def test_rows_without_conversation_are_skipped_and_counted(
     said = capsys.readouterr().err
     assert "11 rows or files skipped, the first: " in said
     assert "rows.jsonl:1: column 'messages' is no list of" in said
+
+
+def test_plain_text_beside_conversations_is_learnt_whole(tmp_path: Path, chats: Path) -> None:
+    texts = ["one and <|endoftext|>", "x" * 300, "<|user|>two", "left out by the limit"]
+    rows: list[Any] = [{"text": text} for text in texts[:2]] + [{"text": 5}]
+    rows += [{"text": text} for text in texts[2:]]
+    books = tmp_path / "books.jsonl"
+    books.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = [str(chats / "chats.jsonl"), str(tmp_path / "data"), "--chat"]
+    options = ["--tokenizer", str(chats / "model"), "--validation-fraction", "0.1"]
+    limit = str(sum(map(len, texts[:3])))
+    main([*source, *options, "--beside", str(books), "--beside-bytes", limit])
+    mixed, alone = TokenDataset.open(tmp_path / "data"), TokenDataset.open(chats / "data")
+    before = len(alone)
+    stored = mixed.stored(slice(None))
+    assert (stored[:before] == alone.stored(slice(None))).all()
+    held_out = [TokenDataset.open(each.folder, "validation").identity() for each in (mixed, alone)]
+    assert held_out[0] == held_out[1]
+    begins = np.flatnonzero(stored & BEGINS)
+    documents = np.split(stored, begins)[-3:]
+    tokenizer = load_tokenizer(chats / "model")
+    assert [tokenizer.decode(each & IDS) for each in documents] == texts[:3]
+    for document in documents:
+        assert (document & LEARNT != 0).tolist() == [False] + [True] * (len(document) - 1)
+        assert tokenizer.eos_token_id not in document & IDS
+    windows = Windows(mixed, 32)
+    labels = windows.batch(np.arange(len(windows)))[1]
+    assert labels[labels >= 0].tolist() == (stored[stored & LEARNT != 0] & IDS).tolist()
+    with pytest.raises(
+        UserError, match=r"other settings: source.beside.limit_bytes is \d+ there, n"
+    ):
+        main([*source, *options, "--beside", str(books)])
+    for wrong in (["--beside-bytes", "5"], ["--beside", str(books), "--no-chat"]):
+        with pytest.raises(UserError, match="--beside needs --chat, and --beside-bytes needs"):
+            main([*source, *options, *wrong])
 
 
 def test_keys_that_other_rows_have_are_not_learnt(tmp_path: Path, tokenizer: Any) -> None:

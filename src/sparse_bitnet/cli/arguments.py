@@ -55,7 +55,7 @@ _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _METAVARS = {
     **dict.fromkeys(("init", "teacher", "draft"), "MODEL"),
     **dict.fromkeys(("data", "out", "text", "document", "page", "engine"), "PATH"),
-    **dict.fromkeys(("chat", "validation"), "SOURCE"),
+    **dict.fromkeys(("chat", "beside", "validation"), "SOURCE"),
 }
 """Values of options in help; for others the last word of the option's name, or N for a whole number."""
 

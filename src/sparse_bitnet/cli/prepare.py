@@ -38,6 +38,13 @@ class SourceConfig:
     columns of ShareGPT or Alpaca. Training with --tokenizer's chat template learns only what the
     assistant says. Rows without a conversation are skipped and counted."""
 
+    beside: str | None = None
+    """Plain text to prepare beside the conversations, written like SOURCE, with its text in the column
+    "text". All of it is for training, which learns every token of it."""
+
+    beside_bytes: int | None = None
+    """Read only the first N bytes of --beside's text."""
+
     validation: str | None = None
     """Text to hold out for validation, written like SOURCE, instead of a part of SOURCE."""
 
@@ -91,6 +98,8 @@ def main(
     if from_model is not None:
         from sparse_bitnet.training.teacher_chats import write_conversations
 
+        if text.beside is not None:
+            parse_source(text.beside)  # refused before the hours of sampling
         tokenizer.tokenizer, text.chat = tokenizer.tokenizer or from_model, True
         write_conversations(source, from_model, conversations, seed=seed, batch_size=batch_size)
     elif conversations or batch_size or seed:

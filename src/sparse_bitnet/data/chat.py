@@ -4,8 +4,9 @@
 A conversation is a list of messages, `{"role": ..., "content": ...}`, that the tokenizer's chat template
 turns into one text. If the template marks the assistant's words with `{% generation %}`, these are
 learnt. Otherwise the text between the prompt for an answer and the next message is. A token that is only
-partly the assistant's is not learnt. A stored token is uint32: its id, and above it two flags: whether
-it is learnt, and whether it begins a conversation.
+partly the assistant's is not learnt. Plain text may lie beside conversations, and is learnt as a whole.
+A stored token is uint32: its id, and above it two flags: whether it is learnt, and whether it begins a
+conversation or a text.
 """
 
 import json
@@ -177,6 +178,13 @@ def encode(tokenizer: "PreTrainedTokenizerFast", conversation: str) -> np.ndarra
     if not learnt:
         raise UserError(f"the chat template marks nothing to learn in {shown}")
     return np.concatenate(learnt)
+
+
+def learnt_whole(ids: Sequence[int]) -> np.ndarray:
+    """Return plain text as stored tokens, uint32 [tokens]: all but the first are learnt."""
+    tokens = np.array(ids, np.uint32) | LEARNT
+    tokens[:1] ^= LEARNT | BEGINS
+    return tokens
 
 
 def _stored(tokenizer: Any, text: str, spans: _Spans) -> np.ndarray:

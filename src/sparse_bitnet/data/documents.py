@@ -33,6 +33,8 @@ class Document(NamedTuple):
     """Fraction of the source read so far, None where its size is unknown."""
     skipped: str = ""
     """Reason why there is no text: a row that is not a document, or a file without any."""
+    beside: bool = False
+    """Whether this is plain text beside conversations."""
 
 
 def uniform_hash(content: bytes) -> float:

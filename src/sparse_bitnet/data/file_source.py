@@ -131,7 +131,7 @@ class FileSource:
         sizes = [path.stat().st_size for path in self.paths]
         before, total, has_text, first_skipped = 0, max(1, sum(sizes)), False, ""
         for path, size in zip(self.paths, sizes, strict=True):
-            for text, _, progress, skipped in self._read(path):
+            for text, _, progress, skipped, _ in self._read(path):
                 has_text = has_text or bool(text)
                 first_skipped = first_skipped or skipped
                 for part, split in self._parts(text):

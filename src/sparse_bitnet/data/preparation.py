@@ -7,6 +7,7 @@ it was filling. Resuming reads the earlier documents again, without tokenising t
 writes byte for byte what an uninterrupted preparation writes.
 """
 
+import copy
 import json
 import os
 from collections import deque
@@ -222,13 +223,16 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encoder(
     tokenizer: "PreTrainedTokenizerFast", dtype: np.dtype, chat: bool
 ) -> Callable[[list[Document]], Encoded]:
-    """Return a function from a batch of documents (with `chat`, conversations) to tokens of type
-    `dtype`."""
+    """Return a function from a batch of documents (with `chat`, conversations and plain text beside them)
+    to tokens of type `dtype`."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     # Text that spells a special token stays text; chat templates write special tokens that way.
     backend.encode_special_tokens = not chat
+    of_text = copy.deepcopy(backend) if chat else backend
+    of_text.encode_special_tokens = True
+    end = tokenizer.eos_token_id
 
     def conversation(text: str) -> np.ndarray | str:
         try:
@@ -237,16 +241,17 @@ def encoder(
             return str(error)
 
     def encode(batch: list[Document]) -> Encoded:
-        texts = [document.text for document in batch if not document.skipped]
-        encoded: Iterator[np.ndarray | str]
-        if chat:
-            encoded = map(conversation, texts)
-        else:
-            with library_errors_as("the tokenizer.json cannot encode this text"):
-                encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-            end = tokenizer.eos_token_id
-            encoded = (np.array([*each.ids, end], dtype) for each in encodings)
-        return [document.skipped or next(encoded) for document in batch]
+        plain = [each.text for each in batch if not each.skipped and (each.beside or not chat)]
+        with library_errors_as("the tokenizer.json cannot encode this text"):
+            encodings = iter(of_text.encode_batch_fast(plain, add_special_tokens=False))
+
+        def tokens(document: Document) -> np.ndarray | str:
+            if chat and not document.beside:
+                return conversation(document.text)
+            ids = next(encodings).ids
+            return conversations.learnt_whole(ids) if chat else np.array([*ids, end], dtype)
+
+        return [each.skipped or tokens(each) for each in batch]
 
     return encode
 

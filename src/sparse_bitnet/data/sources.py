@@ -49,6 +49,9 @@ class TextSource:
     grouped: bool = False
     """Near-duplicates do not lie on both sides of the split (`near_duplicates`)."""
 
+    beside: "TextSource | None" = None
+    """Plain text that follows the conversations of `train`, all of it for training."""
+
     _moved: dict[int, str | None] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -64,6 +67,8 @@ class TextSource:
             text["limit_bytes"] = self.limit_bytes
         if self.validation is not None:
             text = {"train": text, "validation": self.validation.describe()}
+        if self.beside is not None:
+            text["beside"] = self.beside.describe()
         return {**text, "near_duplicates": "grouped"} if self.grouped else text
 
     def documents(self) -> Iterator[Document]:
@@ -75,6 +80,8 @@ class TextSource:
         for number, document in enumerate(self._documents()):
             if (side := moved.get(number, document.split)) is not None:
                 yield document._replace(split=side)
+        for document in self.beside.documents() if self.beside else ():
+            yield document._replace(progress=None, beside=True)
 
     def regroup(self, on_bytes: Callable[[int], None] = lambda size: None) -> dict[int, str | None]:
         """Return `near_duplicates.regrouped` of the text, which the first call reads for that."""
@@ -111,6 +118,8 @@ def parse_source(
     limit_bytes: int | None = None,
     near_duplicates: bool = True,
     chat: bool = False,
+    beside: str | None = None,
+    beside_bytes: int | None = None,
 ) -> TextSource:
     """Return the text that a command line names: the options of `sparse-bitnet prepare`.
 
@@ -125,20 +134,25 @@ def parse_source(
         raise UserError(
             f"validation fraction {validation_fraction} is not in [0, 1): 0.01 means one percent"
         )
-    if limit_bytes is not None and limit_bytes < 1:
-        raise UserError(f"--limit-bytes {limit_bytes}: must be at least 1")
+    for name, limit in (("limit", limit_bytes), ("beside", beside_bytes)):
+        if limit is not None and limit < 1:
+            raise UserError(f"--{name}-bytes {limit}: must be at least 1")
+    if (beside or beside_bytes) and not (chat and beside):
+        raise UserError("--beside needs --chat, and --beside-bytes needs --beside")
     named = [each for each in (spec, validation) if each is not None]
     python = [each for each in named if each in ("python-stdlib", "python-packages")]
     if python and (chat or (column and python == named)):
         raise UserError(f"{python[0]} has no columns; leave out {'--chat' if chat else '--column'}")
     if chat and column is None:
         column = "messages"
+    text = None if beside is None else _parse(beside, None, 0.0, False)
     held_out = None if validation is None else _parse(validation, column, 0.0, chat)
     return TextSource(
         train=_parse(spec, column, validation_fraction if held_out is None else 0.0, chat),
         validation=held_out,
         limit_bytes=limit_bytes,
         grouped=near_duplicates and not spec.startswith("hub:"),
+        beside=None if text is None else TextSource(train=text, limit_bytes=beside_bytes),
     )
 
 
@@ -280,7 +294,7 @@ class HubSource:
     def documents(self) -> Iterator[Document]:
         """Yield the documents as the hub streams them."""
         has_text = False
-        for text, _, _, skipped in checked(self._rows(self._open()), self.column, self.check):
+        for text, _, _, skipped, _ in checked(self._rows(self._open()), self.column, self.check):
             has_text = has_text or bool(text)
             split = TRAIN if skipped else split_of(text.encode(), self.validation_fraction)
             yield Document(text, split, None, skipped)
