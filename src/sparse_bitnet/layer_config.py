@@ -21,8 +21,7 @@ REGISTERED = {
 """Fields that name a registered function (`variants.registry`), and their defaults, the paper's."""
 
 GATES = (".in_proj_a", ".in_proj_b")
-"""Name endings of linear attention's gates, which stay dense by default: a row of theirs decides how a
-whole head forgets and learns."""
+"""Name endings of linear attention's gates, dense by default: a row of theirs steers a whole head."""
 
 OPTIONS = (
     *("activation", "mask_source", "scale_source", "mask_gradient", "ste"),

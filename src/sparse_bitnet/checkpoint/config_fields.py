@@ -100,11 +100,7 @@ def has_linear_attention(config: dict[str, Any], where: str) -> list[bool]:
     layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     if kinds is None:
         return gemma_windows(layers, fields.size("full_attention_interval", 4))
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != layers
-        or not {*map(str, kinds)} <= {LINEAR, FULL}
-    ):
+    if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {LINEAR, FULL}:
         raise UserError(f"{where}: layer_types is not a list of {layers} times {LINEAR} or {FULL}")
     return [kind == LINEAR for kind in kinds]
 

@@ -102,11 +102,9 @@ class GgufCheckpoint(Checkpoint):
             self.names[name].removesuffix("weight") + end for name in matrices for end in _SCALES
         }
         known = {ROPE_FACTORS, *scales, *self.names.values()}
-        unread: tuple[str, ...] = ()
-        if self.architecture.linear_block:
-            blocks = self.gguf.metadata[f"{self.architecture.name}.block_count"]
-            predicting = range(self.config["num_hidden_layers"], blocks)
-            unread = (*_UNREAD, *(f"blk.{block}." for block in predicting))
+        blocks = self.gguf.metadata[f"{self.architecture.name}.block_count"]
+        behind = (f"blk.{block}." for block in range(self.config["num_hidden_layers"], blocks))
+        unread = (*_UNREAD, *behind) if self.architecture.linear_block else ()
         if unknown := sorted(n for n in tensors.keys() - known if not n.startswith(unread)):
             raise UserError(
                 f"{path}: tensor {unknown[0]} is not supported; `distill` and --engine transformers may "

@@ -185,8 +185,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
 
 def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
     """Return the fields of config.json for linear attention, and the number of layers: blocks behind them
-    predict several tokens and are not read. Raises `UserError` for sizes that do not fit together.
-    """
+    predict several tokens and are not read. Raises `UserError` for sizes that do not fit together."""
     config: dict[str, Any] = {field: fields.size(key) for key, (field, _) in _LINEAR_SIZES.items()}
     blocks = fields.size(_LAYERS, most=MOST_LAYERS)
     predicting = fields.size(_PREDICTING, most=blocks - 1) if fields.is_set(_PREDICTING) else 0
@@ -205,14 +204,12 @@ def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
     return config | {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
-def _rope(
-    file: GgufFile, fields: Fields, head: int, prefix: str, is_partial: bool
-) -> dict[str, Any]:
-    """Return the rope parameters for heads of that size; `is_partial`: rotated in part."""
+def _rope(file: GgufFile, fields: Fields, head: int, prefix: str, partial: bool) -> dict[str, Any]:
+    """Return the rope parameters for heads of that size; `partial`: rotated in part."""
     rope: dict[str, Any] = {"rope_type": "default"}
     rope["rope_theta"] = fields.optional(_ROPE_BASE, 10_000.0)
     rotated = fields.size(_HEAD_SIZES[2], head)
-    if is_partial and rotated % 2 == 0 and int(head * (rotated / head)) == rotated < head:
+    if partial and rotated % 2 == 0 and int(head * (rotated / head)) == rotated < head:
         rope["partial_rotary_factor"] = rotated / head
     elif rotated != head or head % 2:
         raise UserError(
@@ -235,7 +232,7 @@ def _rope(
     if ROPE_FACTORS not in file.tensors:
         return rope
     # llama3's parameters must reproduce the frequency factors in the file.
-    is_plain = kind == "none" and not is_partial
+    is_plain = kind == "none" and not partial
     factors, count = file.floats(ROPE_FACTORS), head // 2 if is_plain else 0
     for context in _LLAMA3_CONTEXTS if factors.shape == (count,) else ():
         llama3 = {"factor": float(factors.max()), "original_max_position_embeddings": context}
@@ -286,7 +283,7 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
     if architecture.linear_block:
         numbers = Fields(rope, f"{where}: rope parameter ")
         values[_HEAD_SIZES[2]] = rotated = int(head * numbers["partial_rotary_factor"])
-        values |= _linear_metadata(config, rotated, where)
+        values |= _linear_metadata(fields, rotated, where)
         key_head = config.get("linear_key_head_dim", 128)
         expect("linear_value_head_dim", config.get("linear_value_head_dim", 128), key_head)
         rope = {key: rope[key] for key in rope if key not in _OF_QWEN35}
@@ -296,15 +293,14 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
     return architecture, {f"{architecture.name}.{key}": value for key, value in values.items()}
 
 
-def _linear_metadata(config: dict[str, Any], rotated: int, where: str) -> dict[str, Any]:
+def _linear_metadata(fields: Fields, rotated: int, where: str) -> dict[str, Any]:
     """Return the metadata of a config.json's linear attention, with `rotated` values of a head."""
-    fields = Fields(config, f"{where}: ")
     values: dict[str, Any] = {key: fields.size(*field) for key, field in _LINEAR_SIZES.items()}
     inner = fields.size("linear_value_head_dim", 128) * values["ssm.time_step_rank"]
     # llama.cpp aborts on too many pairs, and takes pairs of no section for those of position 0.
     sections = [(rotated // 2 + more) // 3 for more in (2, 1, 0)]
     values |= {_INNER: inner, _SECTIONS: [*sections, 0]}
-    return values | {_RECURRENT: has_linear_attention(config, where)}
+    return values | {_RECURRENT: has_linear_attention(fields.values, where)}
 
 
 def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:

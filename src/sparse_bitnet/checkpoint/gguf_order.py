@@ -15,6 +15,7 @@ import numpy as np
 from sparse_bitnet.checkpoint.gguf_architectures import GgufArchitecture
 from sparse_bitnet.errors import UserError
 
+Config = Mapping[str, Any]
 _ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
@@ -47,7 +48,7 @@ class Order(NamedTuple):
         return scales[:, self.columns[::group] // group]
 
 
-def stored_order(row: GgufArchitecture, config: Mapping[str, Any], name: str) -> Order | None:
+def stored_order(row: GgufArchitecture, config: Config, name: str) -> Order | None:
     """Return the order in the file of a tensor, by transformers' name with or without its end; None if it
     is the same."""
     part = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")[2]
@@ -72,9 +73,7 @@ def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::2] if name.endswith("conv1d.weight") else shape
 
 
-def to_file(
-    row: GgufArchitecture, config: Mapping[str, Any], name: str, values: np.ndarray
-) -> np.ndarray:
+def to_file(row: GgufArchitecture, config: Config, name: str, values: np.ndarray) -> np.ndarray:
     """Return a whole float32 tensor of transformers' as the file stores it."""
     if name.endswith("A_log"):
         values = -np.exp(values.astype(np.float64)).astype(np.float32)
@@ -83,9 +82,7 @@ def to_file(
     return values if order is None else order.of_values(values)
 
 
-def from_file(
-    row: GgufArchitecture, config: Mapping[str, Any], name: str, values: np.ndarray
-) -> np.ndarray:
+def from_file(row: GgufArchitecture, config: Config, name: str, values: np.ndarray) -> np.ndarray:
     """Return a whole float32 tensor of a file as transformers stores it: the inverse of `to_file`.
 
     Raises `UserError`, naming the tensor, for a decay that is not negative.

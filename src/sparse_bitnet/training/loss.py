@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.config_fields import LINEAR
 from sparse_bitnet.data.loader import Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -215,10 +216,27 @@ def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
     """Return the last ones, [batch, sequence, hidden_size], times the model's scale of its logits."""
-    packed = {} if position_ids is None else {"position_ids": position_ids}
+    at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
+    if position_ids is not None and LINEAR in (getattr(model.config, "layer_types", None) or ()):
+        (input_ids, at), packed = _apart(input_ids, position_ids), {}
     hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+    hidden = hidden if at is None else hidden.flatten(0, 1)[at]
     scale = output_scale(model)
     return hidden if scale == 1 else hidden * scale
+
+
+def _apart(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return token ids with a row for each conversation and what follows the last, and the index there of
+    each token, [batch, sequence]: linear attention has a state that restarted positions do not end."""
+    begins = F.pad(position_ids == 0, (0, 1), value=True)
+    starts = begins[:, :-1] & ~begins[:, 1:]
+    starts[:, 0] = True
+    row = starts.flatten().cumsum(0) - 1
+    place = torch.arange(len(row), device=row.device) - starts.flatten().nonzero()[row, 0]
+    longest = int(place.max()) + 1
+    at = row * longest + place
+    rows = input_ids.new_zeros((int(row[-1]) + 1) * longest).index_copy(0, at, input_ids.flatten())
+    return rows.view(-1, longest), at.view_as(input_ids)
 
 
 class SummedLoss(torch.nn.Module):

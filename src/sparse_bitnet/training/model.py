@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
-from sparse_bitnet.checkpoint.config_fields import LINEAR
 from sparse_bitnet.data.chat import end_of_turn_tokens
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError, install
@@ -62,12 +61,10 @@ def initial_model(
             f"{most} positions"
         )
     takes = inspect.signature(model.get_decoder().forward).parameters
-    has_state = LINEAR in (getattr(model.config, "layer_types", None) or ())
-    if dataset.is_chat and (has_state or "position_ids" not in takes):
-        # Its attention, or the state of its linear attention, would not stop where positions restart.
+    if dataset.is_chat and "position_ids" not in takes:
+        # Its attention would not stop where positions restart.
         raise UserError(
-            f"{type(model).__name__} mixes conversations that share a window: train it on text, from "
-            "`prepare` without --chat"
+            f"{type(model).__name__} takes no positions, so conversations cannot share a window"
         )
     ends = _end_tokens(model, dataset, tokenizer)
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
