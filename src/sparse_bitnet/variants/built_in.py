@@ -91,12 +91,12 @@ def random(weight: "Tensor", *, seed: int = 0, matrix: Matrix) -> "Tensor":
 
 
 def _rounded(weight: "Tensor", scale: "Tensor") -> Quantized:
-    """Return clip(round_half_even(weight / scale), -1, 1) as int8, by comparisons that csrc/select-inl.h
-    proves to be exact, and the scale."""
+    """Return clip(round_half_even(weight / scale), -1, 1) as int8, by a kernel, and the scale."""
     import torch
 
-    values, half = weight.float(), scale / 2
-    return (values > half).view(torch.int8) - (values < -half).view(torch.int8), scale
+    quotient = weight.float() / scale
+    select = torch.ops.sparse_bitnet.select_ternary
+    return select(quotient, quotient.new_ones(()), 1, 1)[0], scale
 
 
 def _mean(values: "Tensor", kept: "Tensor | None", matrix: Matrix) -> "Tensor":
