@@ -279,6 +279,25 @@ def test_evaluate_scores_answers_as_training_does(
         evaluation(config.out, rows, chat=True)
 
 
+def test_samples_are_greedy_answers_and_change_nothing_of_the_run(
+    chat_run: Any, chats: Path
+) -> None:
+    train(alone := chat_run(steps=4, validation_every=2))
+    samples: list[tuple[int, str]] = []
+    shown = replace(alone, out=alone.out + "-shown")
+    train(shown, on_sample=lambda step, text: samples.append((step, text)))
+    for name in ("metrics.jsonl", "final/model.safetensors"):
+        assert Path(alone.out, name).read_bytes() == Path(shown.out, name).read_bytes()
+    assert [step for step, _ in samples] == [2, 4]
+    model, tokenizer = from_pretrained(f"{shown.out}/final").eval(), load_tokenizer(chats / "model")
+    prompt = "<|user|>Why is the sky blue?<|endoftext|><|assistant|>"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    said = tokenizer.decode(
+        model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    )
+    assert samples[-1][1] == " ".join(f"Why is the sky blue? ... {said}".split())
+
+
 def stopped_after(config: TrainConfig, step: int) -> None:
     def stop(row: dict[str, Any]) -> None:
         if row["step"] == step:

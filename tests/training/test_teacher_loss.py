@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -323,12 +324,17 @@ def test_sub_norms_fit_qwen2_and_refuse_other_families() -> None:
 
 
 def test_command_distils_and_refuses_extra_arguments(
-    distil: Any, teacher: Path, tmp_path: Path
+    distil: Any, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
     out = tmp_path / "run"
     distill([str(teacher), str(out), "--data", distil().data, *options.split()])
     stored = read_config(out)
+    text = TokenDataset.open(distil().data, "validation")[:16]
+    prompt = " ".join(load_tokenizer(f"{distil().data}/tokenizer").decode(text).split())
+    for step, line in enumerate(re.findall("sample after step .*", capsys.readouterr().out)):
+        assert line.startswith(f"sample after step {step}: {prompt} ... ")
+    assert step == 1
     assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 1e-3)
     distill([str(teacher), str(out), "--data", distil().data])
     with pytest.raises(UserError, match="OUT is missing"):

@@ -171,6 +171,7 @@ def run(chosen: Options) -> None:
             result = train(
                 config,
                 on_step=lambda row: line(row["step"], config.steps, text=describe(row)),
+                on_sample=lambda step, text: progress.note(f"sample after step {step:,}: {text}"),
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step, and the files that hold them.
+"""Metrics of a step, the files that hold them, and a sample of the model's text.
 
 `metrics.jsonl` holds what the seed determines, so two runs of one config write the same bytes;
 `timing.jsonl` holds what the machine determines.
@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
+from sparse_bitnet.nn.convert import evaluation_mode, selected
 from sparse_bitnet.nn.layer import SparseBitLinear
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
+QUESTION = "Why is the sky blue?"
 
 
 def selection_counts(
@@ -65,6 +68,23 @@ def selection_metrics(
     if by_layer and flipped:
         row["flip_rate_by_layer"] = {name: count / sizes[name] for name, count in flipped.items()}
     return row
+
+
+@torch.no_grad()
+def sample(model: Any, tokenizer: Any, text: list[int]) -> str:
+    """Return what a model answers to `QUESTION`, or writes after `text` without a chat template for that:
+    the prompt, and at most 40 likeliest tokens. Its mode and masks, and the random state, stay."""
+    shown, said = tokenizer.decode(text), list[int]()
+    with contextlib.suppress(Exception):  # whatever a template of strangers raises
+        chat = [{"role": "user", "content": QUESTION}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text, shown = tokenizer(prompt, add_special_tokens=False)["input_ids"], QUESTION
+    with evaluation_mode(model), selected(model):
+        # There is no cache of keys, which `causal_blocks` could not read.
+        while len(said) < 40 and not np.isin(said[-1:], model.generation_config.eos_token_id).any():
+            ids = torch.tensor([[*text, *said]], device=model.device)
+            said.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+    return " ".join(f"{shown} ... {tokenizer.decode(said)}".split())
 
 
 class JsonLines:

@@ -76,6 +76,7 @@ def train(
     config: TrainConfig,
     *,
     on_step: OnStep | None = None,
+    on_sample: Callable[[int, str], None] | None = None,
     shard: int | None = None,
     timeout_seconds: float = 600.0,
 ) -> RunResult:
@@ -86,6 +87,8 @@ def train(
     Args:
         config: the run. A folder that holds a run must hold one of the same config.
         on_step: called after every step with its metrics and timing in one dict, in the first process.
+        on_sample: called with step and `metrics.sample` after validations of a pretrained model, in a
+            run of one process.
         shard, timeout_seconds: how several processes share the work, see `open_world`.
 
     Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a lost process;
@@ -102,7 +105,7 @@ def train(
         finished = world.on_main(lambda: _take_folder(config, text, held_out, held))
         if finished is not None:
             return finished
-        return Trainer(config, text, held_out, world, on_step).run_to_end()
+        return Trainer(config, text, held_out, world, on_step, on_sample).run_to_end()
 
 
 def _take_folder(
@@ -144,6 +147,7 @@ class Trainer:
         held_out: Windows,
         world: World,
         on_step: OnStep | None = None,
+        on_sample: Callable[[int, str], None] | None = None,
     ) -> None:
         """Build model and optimiser, and resume from the newest checkpoint; this process owns the
         folder.
@@ -153,6 +157,7 @@ class Trainer:
         self.config, self.run, self.world, self.on_step = config, Path(config.out), world, on_step
         self.held_out, self.data = held_out, _identity(text, held_out)
         self.format = schedule.format_of(config)
+        self.on_sample = on_sample if config.init and world.mesh is None else None
         self.stop, self.stops = Event(), 0.0
         self.device, self.dtype = prepare_device(config)
         with world.agreed():
@@ -378,6 +383,10 @@ class Trainer:
                 dtype=self.dtype,
                 world=self.world,
             )
+            if self.on_sample and loss is None:
+                with autocast(self.device, self.dtype):
+                    text = self.held_out.dataset[:16].tolist()
+                    self.on_sample(step, metrics.sample(self.loss.model, self.tokenizer, text))
         distributed.reshard_(self.loss)
         return {
             "step": step,
