@@ -119,6 +119,19 @@ def test_metadata_is_not_trusted(key: str, value: Any) -> None:
         assert PackedMetadata.from_json(metadata.to_json(), "here") == metadata
 
 
+def test_rotated_weights_have_a_version_that_older_releases_refuse() -> None:
+    rotation = {"block": 8, "signs": {"16": "0ff0"}, "embedding": True, "head": False}
+    values = metadata_values() | {"version": 2, "rotation": rotation}
+    metadata = PackedMetadata.from_json(values, "here")
+    assert (metadata.to_json(), metadata.config_entry()["version"]) == (values, 2)
+    damaged: list[Any] = [{"block": block} for block in (12, 32, True, "8", 0)] + [{"head": 1}]
+    damaged += [{"signs": signs} for signs in ({}, {"16": "ff"}, {"16": "zz"}, {"x": "ff"}, [16])]
+    changes = [{"rotation": rotation | each} for each in (*damaged, {"x": 1})] + [{"version": 1}]
+    for each in (*(values | change for change in changes), metadata_values() | {"version": 2}):
+        with pytest.raises(UserError, match=r"^here: "):
+            PackedMetadata.from_json(each, "here")
+
+
 def rewrite(folder: Path, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
     """Rewrite the packed file with valid checksums; a tensor of None is left out."""
     path = folder / "model.safetensors"

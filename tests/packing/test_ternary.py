@@ -3,10 +3,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.linalg import hadamard
 
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.ternary import ternary_of_floats, with_fewest_scales
 
 
@@ -74,3 +77,16 @@ def test_invalid_codes_and_scales_are_refused(random_codes: Any, change: Any, me
         with_fewest_scales(codes, scales, "one")
     with pytest.raises(UserError, match="layer one: its weights are not finite"):
         ternary_of_floats(torch.full((2, 64), float("inf")), "one")
+
+
+@pytest.mark.parametrize(("width", "block"), [(4, 4), (96, 16), (24, 1), (6144, 1024)])
+def test_rotated_rows_are_those_from_before(width: int, block: int) -> None:
+    signs = {width: np.random.default_rng(1).bytes(-(-width // 8)), 4: b"\x02"}
+    rotation = Rotation(block=block, signs=signs, embedding=False, head=False)
+    stored = torch.randint(-1, 2, (20, width)).float()
+    transform = np.kron(np.eye(width // block), hadamard(block) / block**0.5)
+    before = stored.double().numpy() @ transform * rotation.values(width)
+    np.testing.assert_allclose(rotation.rows(stored), before, atol=1e-5)
+    torch.testing.assert_close(rotation.inputs(rotation.rows(stored)), stored, rtol=0, atol=1e-5)
+    if width == 4:
+        assert rotation.inputs(torch.tensor([1.0, -2, 3, 4]).bfloat16()).tolist() == [5, -1, -2, 0]

@@ -16,6 +16,7 @@ from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE, read_json_if_ther
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.formats import PackedMetadata
+from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.tensor_file import DTYPES, FLOATS, TensorFile
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
@@ -92,6 +93,7 @@ class Checkpoint(StoredModel):
         tool: name of a foreign checkpoint's format, else empty.
         has_masters: whether `master` returns weights.
         has_one_scale: whether every matrix is known to have one scale; else `ternary` shows how many.
+        rotation: rotation of the ternary matrices as they are stored, else None.
         file, metadata: tensor file and metadata of a packed checkpoint, else None.
     """
 
@@ -102,6 +104,7 @@ class Checkpoint(StoredModel):
     tool: str = ""
     has_masters: bool = False
     has_one_scale: bool = False
+    rotation: Rotation | None = None
     file: TensorFile | None = None
     metadata: PackedMetadata | None = None
 

@@ -69,6 +69,7 @@ class PackedCheckpoint(Checkpoint):
         self.others = {name: self.tables.get(name, entry.shape) for name, entry in others.items()}
         self.dtypes = {n: "F32" if others[n].dtype == "U8" else others[n].dtype for n in others}
         self.format, self.layers = metadata.format, metadata.layers
+        self.rotation = metadata.rotation
         scales = (file.entries[f"{layer}.weight_scale"] for layer in metadata.layers)
         self.has_one_scale = all(scale.shape == (1,) for scale in scales)
 
@@ -166,6 +167,7 @@ def prepare_model_(model: "PreTrainedModel", packed: PackedCheckpoint) -> None:
             packed_format=metadata.packed_format,
             scale_shape=file.entries[f"{name}.weight_scale"].shape,
             norm=norm,
+            rotation=metadata.rotation,
             name=name,
             device=linear.weight.device,
         )
@@ -190,13 +192,16 @@ def prepare_model_(model: "PreTrainedModel", packed: PackedCheckpoint) -> None:
 
 
 def finish_model_(model: "PreTrainedModel") -> None:
-    """Decode the codes of the loaded layers, and embeddings to floats of the model's dtype.
+    """Decode the codes of the loaded layers, and embeddings to floats of the model's dtype, in the basis
+    from before a rotation.
 
     Raises `UserError`, naming the tensor, for bytes that break the format or the pattern.
     """
     from torch import nn
 
     layers: dict[str, Any] = packed_layers(model)
+    rotation = next((layer.rotation for layer in layers.values()), None)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
         if name not in layers and (scale := getattr(module, "weight_scale", None)) is not None:
             table: Any = module
@@ -207,6 +212,11 @@ def finish_model_(model: "PreTrainedModel") -> None:
                 values = _ternary_table(table.weight, scale, columns, f"{name}.weight").values()
             table.weight = nn.Parameter(values.to(model.dtype), requires_grad=False)
             del table.weight_scale
+        if rotation and f"{name}.weight" not in model.all_tied_weights_keys:
+            of_table: Any = module
+            if (module is embedding and rotation.embedding) or (module is head and rotation.head):
+                values = rotation.rows(of_table.weight.detach())
+                of_table.weight = nn.Parameter(values.to(model.dtype), requires_grad=False)
     model.tie_weights()
     for name, layer in layers.items():
         _check_scales(layer.weight_scale, f"{name}.weight_scale")

@@ -123,9 +123,10 @@ def write(
 ) -> None:
     """Check, then write the folder `out` in one step; see `export`."""
     assert config.embeddings is not None
-    if source.format.variant("activation").has("transform"):
+    if source.rotation or source.format.variant("activation").has("transform"):
+        trained = f"was trained with activation={source.format.activation}"
         raise UserError(
-            f"{source.folder} was trained with activation={source.format.activation}, which transforms "
+            f"{source.folder} {'has rotated weights' if source.rotation else trained}, which transforms "
             "inputs of layers; no other tool does that: run it with --engine transformers"
         )
     block = _block(config)

@@ -170,6 +170,7 @@ def _described(
         format=checkpoint.format,
         embeddings=embeddings,
         layers=checkpoint.layers,
+        rotation=checkpoint.rotation,
     )
     other = "bf16" if embeddings == "ternary" else embeddings
     tables = (_table(checkpoint, name, ternary.get(name, other)) for name in checkpoint.embeddings)

@@ -15,6 +15,7 @@ from sparse_bitnet.nn.straight_through import (
 )
 from sparse_bitnet.packing.codec import unpack
 from sparse_bitnet.packing.formats import row_bytes
+from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.ternary import TernaryWeight
 
 
@@ -41,10 +42,11 @@ class PackedSparseBitLinear(KeepsBufferTypes):
         packed_format: str,
         scale_shape: tuple[int, ...] = (1,),
         norm: nn.Module | None = None,
+        rotation: Rotation | None = None,
         name: str = "(unnamed)",
         device: torch.device | str | None = None,
     ) -> None:
-        """`norm`: applied to the input before its codes are made."""
+        """`norm`, then `rotation`, that of the weights: applied to the input before it is quantised."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.config, self.packed_format, self.name = config, packed_format, name
@@ -55,7 +57,7 @@ class PackedSparseBitLinear(KeepsBufferTypes):
         self.register_buffer("weight_scale", scale)
         self.register_buffer("codes", None, persistent=False)
         self.register_parameter("bias", bias)
-        self.norm = norm
+        self.norm, self.rotation = norm, rotation
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.codes = None
@@ -81,7 +83,8 @@ class PackedSparseBitLinear(KeepsBufferTypes):
         if self.codes is None:
             self.decode_()
         assert self.codes is not None
-        x = self.inputs.transform(input if self.norm is None else self.norm(input))
+        x = input if self.norm is None else self.norm(input)
+        x = self.inputs.transform(x if self.rotation is None else self.rotation.inputs(x))
         if self.config.activation == "none":
             weight = TernaryWeight(self.codes, self.weight_scale).values()
             return F.linear(x, weight.to(x.dtype), self.bias)

@@ -9,9 +9,12 @@ from typing import Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.pattern import NMPattern
 
 VERSION = 1
+VERSIONS = (VERSION, 2)
+"""Versions of a file: the second has rotated weights, and releases that know only the first refuse it."""
 MAX_IN_FEATURES = 1 << 23
 
 I2_BLOCK_WEIGHTS = 256
@@ -161,6 +164,9 @@ class PackedMetadata:
     layers: dict[str, tuple[int, int]]
     """Packed layers: full name -> (out_features, in_features)."""
 
+    rotation: Rotation | None = None
+    """Rotation of the layers' weights; None if they are not rotated."""
+
     @property
     def pattern(self) -> NMPattern:
         """Pattern of the packed codes."""
@@ -177,19 +183,20 @@ class PackedMetadata:
 
     def to_json(self) -> dict[str, Any]:
         """Return the metadata as the tensor file stores it."""
-        return {
-            "version": VERSION,
+        values = {
+            "version": VERSIONS[self.rotation is not None],
             "packed_format": self.packed_format,
             "pattern": str(self.pattern),
             "format": self.format.to_dict(),
             "embeddings": self.embeddings,
             "layers": {name: list(shape) for name, shape in self.layers.items()},
         }
+        return values if self.rotation is None else {**values, "rotation": self.rotation.to_json()}
 
     def config_entry(self) -> dict[str, Any]:
         """Return the `quantization_config` of config.json."""
         values = {"quant_method": QUANT_METHOD, **self.to_json()}
-        return {key: value for key, value in values.items() if key != "layers"}
+        return {key: value for key, value in values.items() if key not in ("layers", "rotation")}
 
     def check_config_entry(self, entry: dict[str, Any], where: str) -> None:
         """Raise `UserError` if a `quantization_config` contradicts the tensor file."""
@@ -208,6 +215,10 @@ class PackedMetadata:
         try:
             format = SparseBitConfig.from_dict(values["format"])
             layers = {name: (rows, columns) for name, (rows, columns) in values["layers"].items()}
+            is_rotated = "rotation" in values
+            if values["version"] != VERSIONS[is_rotated]:
+                raise UserError("its version is not that of a file with or without rotated weights")
+            rotation = Rotation.from_json(values["rotation"], layers) if is_rotated else None
             if values["packed_format"] not in FORMATS or values["embeddings"] not in EMBEDDINGS:
                 raise UserError("an unknown packed format or embedding type")
             if values["pattern"] != str(format.pattern) or format.weight != "ternary":
@@ -225,14 +236,15 @@ class PackedMetadata:
             format=format,
             embeddings=values["embeddings"],
             layers=layers,
+            rotation=rotation,
         )
 
 
 def check_version(values: dict[str, Any], where: str) -> None:
     """Raise `UserError` for a version other than ours."""
     version = values.get("version")
-    if version != VERSION or isinstance(version, bool):
+    if version not in VERSIONS or isinstance(version, bool):
         raise UserError(
-            f"{where}: packed format version {version!r} is not readable by this release (it reads "
-            f"{VERSION}); upgrade sparse-bitnet or pack the model again"
+            f"{where}: packed format version {version!r} is not readable by this release (it reads up "
+            f"to {VERSIONS[1]}); upgrade sparse-bitnet or pack the model again"
         )

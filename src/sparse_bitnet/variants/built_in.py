@@ -167,13 +167,13 @@ def binary(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quanti
 # Activations: how inputs are quantised, per token. int8 (absmax, BitNet b1.58's) is an op.
 
 
-def hadamard(x: "Tensor") -> "Tensor":
-    """Multiply each block of features by an orthonormal Hadamard matrix. The block size is the largest
-    power of two that divides the number of features."""
+def hadamard(x: "Tensor", block: int = 0) -> "Tensor":
+    """Multiply each block of features by an orthonormal Hadamard matrix. The block size is a power of
+    two; 0 means the largest one that divides the number of features."""
     import torch
 
-    features, dtype = x.shape[-1], x.dtype
-    block, width = features & -features, 1
+    features, dtype, width = x.shape[-1], x.dtype, 1
+    block = block or features & -features
     x = x.float() if dtype == torch.float16 else x  # sums can exceed the range of float16
     while width < block:
         a, b = x.unflatten(-1, (-1, 2, width)).unbind(-2)

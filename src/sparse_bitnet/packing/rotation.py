@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotated weights: ternary matrices that are stored in another basis than that of their inputs.
+
+A matrix is stored as W S H and multiplies H(s x), which equals W x. H is block-diagonal: the normalised
+Hadamard matrix (-1)^popcount(r & c) / sqrt(block) for each run of `block` values. S is the diagonal of
+the signs s, one vector for each width of inputs. A row of a rotated embedding is looked up as s H(row).
+The transform is computed in float32, sums of values 1, 2, 4 ... apart in this order.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.variants.built_in import hadamard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """Rotation of all ternary matrices of a model."""
+
+    block: int
+    """Values that one Hadamard matrix mixes, a power of two."""
+    signs: dict[int, bytes]
+    """Width of inputs -> a bit for each value, 1 for minus, the first in the lowest bit of a byte."""
+    embedding: bool
+    """Whether the embedding is rotated."""
+    head: bool
+    """Whether the output head is rotated."""
+
+    def values(self, width: int) -> np.ndarray:
+        """Return the signs of inputs of this width: 1 and -1, float32 [width]."""
+        bits = np.frombuffer(self.signs[width], np.uint8)
+        return 1 - 2 * np.unpackbits(bits, count=width, bitorder="little").astype(np.float32)
+
+    def inputs(self, x: "Tensor") -> "Tensor":
+        """Return H(s x), which a stored matrix multiplies; floats [..., width]."""
+        return hadamard(x.float() * self._signs(x), self.block).to(x.dtype)
+
+    def rows(self, stored: "Tensor") -> "Tensor":
+        """Return s H(row), float32, for the rows [rows, width] of a stored matrix: the matrix from before
+        the rotation."""
+        import torch
+
+        # Some rows at a time: each step of the transform makes a copy of them.
+        pieces = (hadamard(piece.float(), self.block) for piece in stored.split(4096))
+        return torch.cat([piece * self._signs(piece) for piece in pieces])
+
+    def _signs(self, x: "Tensor") -> "Tensor":
+        import torch
+
+        return torch.from_numpy(self.values(x.shape[-1])).to(x.device)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as the metadata of a packed file stores them."""
+        return {**vars(self), "signs": {str(w): bits.hex() for w, bits in self.signs.items()}}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], layers: dict[str, tuple[int, int]]) -> Self:
+        """Inverse of `to_json`. Raises `UserError`, or another error of unreadable values, for a rotation
+        that these layers, name -> (rows, inputs), cannot have."""
+        signs = {int(width): bytes.fromhex(bits) for width, bits in values["signs"].items()}
+        made = cls(**{**values, "signs": signs})
+        block, types = made.block, (type(made.block), type(made.embedding), type(made.head))
+        fits = types == (int, bool, bool) and block > 0 and not block & block - 1
+        fits = fits and all(w % block == 0 and len(signs[w]) == -(-w // 8) for w in signs)
+        if not fits or not {width for _, width in layers.values()} <= signs.keys():
+            raise UserError("its rotation does not fit its layers")
+        return made
