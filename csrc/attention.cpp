@@ -23,21 +23,6 @@ constexpr std::int64_t work_for_threads = 1500;
 
 }  // namespace
 
-void hadamard(float* x, std::int64_t n) {
-  const std::int64_t run = n & -n;
-  for (std::int64_t half = 1; half < run; half *= 2) {
-    for (std::int64_t i = 0; i < n; i += 2 * half) {
-      for (std::int64_t k = i; k < i + half; ++k) {
-        const float a = x[k], b = x[k + half];
-        x[k] = a + b;
-        x[k + half] = a - b;
-      }
-    }
-  }
-  const float scale = 1 / std::sqrt(float(run));
-  for (std::int64_t i = 0; i < n; ++i) x[i] *= scale;
-}
-
 AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
                              std::int64_t head_dim, int threads)
     : cache_(cache),
@@ -179,7 +164,7 @@ void AttentionPlan::quantize_queries(const VectorKernels& kernels, std::int64_t 
   std::fill_n(queries.codes, rows * stride, std::int8_t(0));
   for (std::int64_t row = 0; row < rows; ++row) {
     std::int8_t* codes = queries.codes + row * stride;
-    if (cache_.type() == CacheType::int4) hadamard(scratch + row * head_dim_, head_dim_);
+    if (cache_.type() == CacheType::int4) spread(kernels, scratch + row * head_dim_, head_dim_);
     kernels.quantize_int8(scratch + row * head_dim_, Dtype::float32, 1, head_dim_, codes,
                           queries.scales + row);
     queries.sums[row] = std::accumulate(codes, codes + stride, 0);
@@ -217,7 +202,7 @@ void AttentionPlan::write_rows(const VectorKernels& kernels, const Task& task,
     const std::int64_t head = task.kv_head * group_ + row % group_;
     float* to = out + token * stride + head * head_dim_;
     kernels.finish(state, row, head_dim_, to);
-    if (cache_.type() == CacheType::int4) hadamard(to, head_dim_);
+    if (cache_.type() == CacheType::int4) spread(kernels, to, head_dim_);
   }
 }
 

@@ -50,10 +50,12 @@ struct PageAttention {
   AttentionState state;
 };
 
-// x [n] times the Hadamard matrix of each run of 2^k numbers, k as large as divides n; its own inverse. With
+// A head times the Hadamard matrix of each run of 2^k numbers, k as large as divides n; its own inverse. With
 // int4 queries, keys and values are multiplied so, and the output again: no product changes, but a few
 // large numbers of a head, which would take the scale from the others, become many small ones.
-void hadamard(float* x, std::int64_t n);
+inline void spread(const VectorKernels& kernels, float* head, std::int64_t n) {
+  kernels.hadamard(head, nullptr, nullptr, n, n & -n);
+}
 
 // Tokens of one sequence within a batch whose keys and values are already in the cache.
 struct Segment {

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -186,12 +187,28 @@ class ModelBuilder {
     model_.blocks.push_back(block);
   }
 
+  // signs: address of +-1 [width] for each width of inputs. block: a power of two that divides all widths.
+  void set_rotation(std::int64_t block, const std::vector<std::pair<std::int64_t, Address>>& signs, bool embedding,
+                    bool head) {
+    require(block >= 1 && (block & (block - 1)) == 0, "rotation: block is not a power of two");
+    Rotation rotation{block, embedding, head};
+    for (const auto& [width, address] : signs) rotation.signs.emplace_back(width, floats(address, "signs", true));
+    model_.rotation = std::move(rotation);
+  }
+
   const Model& complete() const {
     require(model_.embedding.data != nullptr, "the model has no embedding: call set_embedding");
     require(model_.head.data != nullptr, "the model has no head: call set_head");
     require(model_.final_norm != nullptr, "the model has no final norm: call set_final_norm");
     require(!model_.blocks.empty(), "the model has no blocks: call add_block");
     require(model_.blocks_of(false) > 0, "the model has no block with attention");
+    for (const Block& block : model_.blocks) {
+      for (const std::int64_t width : {block.q.columns, block.o.columns, block.down.columns}) {
+        const Rotation& rotation = model_.rotation;
+        require(!rotation.block || (width % rotation.block == 0 && rotation.signs_of(width)),
+                "rotation: no signs, or no whole blocks, for inputs of " + std::to_string(width));
+      }
+    }
     return model_;
   }
 
@@ -325,7 +342,9 @@ void bind_decoder(nb::module_& module) {
       .def("set_final_norm", &ModelBuilder::set_final_norm, "address"_a)
       .def("add_block", &ModelBuilder::add_block, "weights"_a, "window"_a = 0, "rope"_a = 0,
            "weights: see csrc/bindings_decoder.cpp. window: tokens that a token sees, itself included; 0: all. "
-           "rope: which one, from 0.");
+           "rope: which one, from 0.")
+      .def("set_rotation", &ModelBuilder::set_rotation, "block"_a, "signs"_a, "embedding"_a, "head"_a,
+           "Weights are rotated: signs: [(width, address of float32 [width])]; see csrc/decoder.h.");
 
   nb::class_<DecoderHandle>(
       module, "Decoder",

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "delta_net.h"
@@ -54,6 +55,21 @@ struct Rope {
   float scaling;                     // multiplies cos and sin, 1 by default
 };
 
+// Rotated weights: a matrix is stored as W S H, and its input x becomes H(s x), with Hadamard matrices H of
+// `block` values (VectorKernels::hadamard) and signs s, the diagonal of S. A row of the embedding is s H(row).
+struct Rotation {
+  std::int64_t block = 0;  // 0: the weights are not rotated
+  bool embedding = false, head = false;
+  std::vector<std::pair<std::int64_t, const float*>> signs = {};  // of each width of inputs
+
+  const float* signs_of(std::int64_t width) const {
+    for (const auto& [of, values] : signs) {
+      if (of == width) return values;
+    }
+    return nullptr;
+  }
+};
+
 struct Model {
   std::int64_t hidden, intermediate, heads, kv_heads, head_dim, vocab;
   float norm_epsilon;
@@ -75,6 +91,7 @@ struct Model {
     for (const Block& block : blocks) count += block.is_delta_net == is_delta_net;
     return count;
   }
+  Rotation rotation = {};
 };
 
 struct DecoderOptions {

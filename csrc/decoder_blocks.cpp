@@ -54,8 +54,8 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t tokens) 
       float *key = keys + token * kv_width + head * head_dim, *value = values + (key - keys);
       turn(key, block.k_norm, 1.0f);
       if (cache.type() == CacheType::int4) {
-        hadamard(key, head_dim);
-        hadamard(value, head_dim);
+        spread(kernels.vector, key, head_dim);
+        spread(kernels.vector, value, head_dim);
       }
       kernels.vector.append(cache.type(), cache.view(page, block.of_kind, head), position % page_tokens, key, value,
                        head_dim);
@@ -116,6 +116,7 @@ void Decoder::State::project_attended(const Block& block, std::int64_t tokens, f
     if (block.attention_sub_norm) {
       kernels.vector.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, width, x);
     }
+    rotate_basis(x, width);
     quantize_row(x, codes, token);
   });
   const Product product{&block.o, block.o_bias, delta.data(), model.hidden};
@@ -134,6 +135,7 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
     if (block.ffn_sub_norm) {
       kernels.vector.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
     }
+    rotate_basis(x, n);
     quantize_row(x, gated_codes, token);
   });
   const Product product{&block.down, nullptr, delta.data(), model.hidden};
@@ -151,6 +153,7 @@ void Decoder::State::write_logits(Logits which, float* logits) {
     float* x = &residual[token * n];
     float* out = ends_here ? logits + token * n : x;
     kernels.vector.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, out);
+    if (model.rotation.head && !ends_here) rotate_basis(x, n);
     if (codes) quantize_row(x, head_codes, token);
   });
   if (ends_here) return;
@@ -172,6 +175,10 @@ void Decoder::State::run_chunk(const std::int32_t* const* tokens, Logits which, 
     each_token(segment.count, model.hidden, [&](std::int64_t token, int) {
       float* x = &residual[(segment.first_row + token) * model.hidden];
       table_row(model.embedding, tokens[s][token], x);
+      if (model.rotation.embedding) {
+        const Rotation& rotation = model.rotation;
+        kernels.vector.hadamard(x, nullptr, rotation.signs_of(model.hidden), model.hidden, rotation.block);
+      }
       if (model.embedding_scale == 1.0f) return;
       for (std::int64_t i = 0; i < model.hidden; ++i) x[i] *= model.embedding_scale;
     });

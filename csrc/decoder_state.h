@@ -156,6 +156,12 @@ struct Decoder::State {
     });
   }
 
+  // The input of a matrix, `n` wide, in the basis of its weights.
+  void rotate_basis(float* x, std::int64_t n) {
+    const Rotation& rotation = model.rotation;
+    if (rotation.block) kernels.vector.hadamard(x, rotation.signs_of(n), nullptr, n, rotation.block);
+  }
+
   void quantize_row(const float* x, const ActivationBuffer& buffer, std::int64_t token) {
     Activations one = buffer.rows(token, 1);
     quantize(kernels, x, one);
@@ -182,6 +188,7 @@ struct Decoder::State {
                                model.norm_epsilon, n, out);
       if (own) kernels.vector.add_and_norm(out, nullptr, own, model.norm_epsilon, n, out);
       if (keeps) std::copy_n(out, n, &delta[token * n]);
+      rotate_basis(out, n);
       quantize_row(out, hidden_codes, token);
     });
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// add_and_norm, gated and rotate of isa.h, on top of float_vector-inl.h.
+// add_and_norm, gated, rotate and hadamard of isa.h, on top of float_vector-inl.h.
 
 // Squares of floats are exact in double, and the lanes of the sum are the same number everywhere, so
 // that every instruction set returns the same bits.
@@ -81,4 +81,52 @@ TARGET static void rotate(float* x, const float* cosine, const float* sine, std:
     x[i] = (low * cosine[i] - high * sine[i]) * scale;
     x[half + i] = (high * cosine[i] + low * sine[i]) * scale;
   }
+}
+
+// Values (a, b) of lanes STEP apart -> (a + b, a - b).
+template <int STEP, std::int32_t... I>
+INLINE Floats butterfly(const Floats& v, std::integer_sequence<std::int32_t, I...> lanes) {
+  const Ints minus = {((I & STEP) ? std::numeric_limits<std::int32_t>::min() : 0)...};
+  return exchanged<STEP>(v, lanes) + bit_cast<Floats>(bit_cast<Ints>(v) ^ minus);
+}
+
+// The levels of a block that lie within a vector.
+template <int STEP = 1>
+INLINE Floats butterflies(const Floats& v, std::int64_t block) {
+  if constexpr (STEP < width) {
+    if (STEP < block) return butterflies<2 * STEP>(butterfly<STEP>(v, LaneNumbers()), block);
+  }
+  return v;
+}
+
+TARGET static void hadamard(float* x, const float* before, const float* after, std::int64_t n,
+                            std::int64_t block) {
+  const float scale = float(1.0 / __builtin_sqrt(double(block)));
+  const std::int64_t whole = n / width * width, run = block < width ? std::int64_t(width) : block;
+  for (std::int64_t first = 0; first < whole; first += run) {
+    const std::int64_t end = first + run;
+    for (std::int64_t i = first; i < end; i += width) {
+      const Floats v = load_floats(x + i);
+      store(x + i, butterflies(before ? v * load_floats(before + i) : v, block));
+    }
+    for (std::int64_t half = width; half < block; half *= 2) {
+      for (std::int64_t i = first; i < end; i += 2 * half) {
+        for (std::int64_t k = i; k < i + half; k += width) {
+          const Floats a = load_floats(x + k), b = load_floats(x + k + half);
+          store(x + k, a + b);
+          store(x + k + half, a - b);
+        }
+      }
+    }
+    for (std::int64_t i = first; i < end; i += width) {
+      const Floats v = load_floats(x + i) * scale;
+      store(x + i, after ? v * load_floats(after + i) : v);
+    }
+  }
+  if (whole == n) return;
+  // Whole blocks, which are shorter than a vector.
+  float rest[width] = {};
+  for (std::int64_t i = whole; i < n; ++i) rest[i - whole] = before ? x[i] * before[i] : x[i];
+  store(rest, butterflies(load_floats(rest), block) * scale);
+  for (std::int64_t i = whole; i < n; ++i) x[i] = after ? rest[i - whole] * after[i] : rest[i - whole];
 }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.ops.select_ternary import absmean_reference, select_ternary_reference
+from sparse_bitnet.variants.built_in import hadamard
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 cpu = pytest.importorskip("sparse_bitnet.ops.cpu")
@@ -170,6 +171,20 @@ def test_nothing_is_written_outside_the_outputs(isa, m):
             assert (output[:guard] == 99).all()
             assert (output[-guard:] == 99).all()
             assert (output[guard:-guard] != 99).all()
+
+
+@pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 1024, 2048])
+def test_hadamard_matrices_give_the_bits_of_the_reference(block, isa):
+    for n in (block, 3 * block, 37 * block):
+        x, one, signs = torch.randn(n), torch.ones(n), torch.randn(n).sign()
+        for before, after in ((signs, one), (one, signs), (one, one)):
+            memory = torch.full((n + 65,), math.nan)
+            memory[1 : n + 1] = x
+            signs_of = [0 if each is one else each.data_ptr() for each in (before, after)]
+            _cpu.Kernels.choose(isa).hadamard(memory.data_ptr() + 4, *signs_of, n, block)
+            assert_same(memory[1 : n + 1], hadamard(x * before, block) * after)
+            assert memory[[0, *range(n + 1, n + 65)]].isnan().all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")

@@ -65,7 +65,7 @@ class Engine(InferenceEngine):
                 self.kv_cache = _cache_type(weights)
             group = _activation_group(model, options.activations)
             self._decoder: Any = _cpu.Decoder(
-                _decoder_model(model.architecture, weights, group),
+                _decoder_model(model, weights, group),
                 threads,
                 _cpu.CacheType[self.kv_cache],
                 self.context_length,
@@ -198,10 +198,11 @@ def _activation_group(model: EngineModel, activations: str) -> int:
 
 
 def _decoder_model(
-    architecture: Architecture, weights: Weights, activation_group: int
+    opened: EngineModel, weights: Weights, activation_group: int
 ) -> _cpu.ModelBuilder:
     """Return sizes, and addresses of the memory of `weights`; `activation_group`: inputs per scale, 0:
     all."""
+    architecture, rotation = opened.architecture, opened.metadata.rotation
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
     ropes = (architecture.rope, architecture.local_rope)
     frequencies = [np.ascontiguousarray(rope.inverse_frequencies, np.float32) for rope in ropes]
@@ -226,6 +227,11 @@ def _decoder_model(
         model.add_rope(frequencies[1].ctypes.data, architecture.local_rope.scaling)
     if architecture.delta_net:
         model.set_hybrid(2 * len(frequencies[0]), *architecture.delta_net)
+    if rotation is not None:
+        signs = [(width, rotation.values(width)) for width in rotation.signs]
+        weights.kept += [values for _, values in signs]
+        addresses = [(width, values.ctypes.data) for width, values in signs]
+        model.set_rotation(rotation.block, addresses, rotation.embedding, rotation.head)
     model.set_embedding(weights.embedding)
     model.set_head(weights.head)
     model.set_final_norm(weights.vectors["model.norm.weight"].ctypes.data)
