@@ -144,6 +144,9 @@ def test_mlx_with_two_bits_is_imported_exactly(tmp_path: Path) -> None:
         assert torch.equal(source.effective(layer), model.state_dict()[f"{layer}.weight"])
     import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
     assert open_checkpoint(tmp_path / "packed").layers == source.layers
+    path.write_text(json.dumps(config | {"num_experts": 256}))
+    with pytest.raises(UserError, match="num_experts = 256 says that it is a mixture of experts"):
+        open_checkpoint(tmp_path / "model")
 
 
 def test_first_published_bitnet_is_imported(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sparse_bitnet.packing.ternary import (
 
 pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 pytest.importorskip("gguf")
-from test_gguf_import import _tokenizer, by_our_layout, ternary_model, write_gguf
+from test_gguf_import import add_tokenizer, by_our_layout, ternary_model, write_gguf
 
 from sparse_bitnet.engine.engine import Engine
 
@@ -29,9 +29,9 @@ OPTIONS: dict[str, Any] = {"kv_cache": "float32", "threads": 2, "weight_format":
 TOKENS = [number * 7 % 392 for number in range(1, 40)]
 
 
-def with_ternary_tables(group: int, **changes: Any) -> Any:
+def with_ternary_tables(group: int, family: str = "qwen3", **changes: Any) -> Any:
     """A model whose embedding and head too are ternary, a run of one row all zero."""
-    model = ternary_model("qwen3", group, num_attention_heads=8, **changes)
+    model = ternary_model(family, group, num_attention_heads=8, **changes)
     for table in {model.model.embed_tokens.weight, model.lm_head.weight}:
         codes = torch.randint(-1, 2, table.shape).float()
         codes[3, :group] = 0
@@ -63,7 +63,7 @@ def reference_logits(table: TernaryWeight, hidden: np.ndarray, group: int) -> np
 def test_a_gguf_file_stays_ternary_to_its_logits(tmp_path: Path, group: int, ties: bool) -> None:
     model = with_ternary_tables(group, tie_word_embeddings=ties)
     write = by_our_layout("Q2_0", group)
-    path = write_gguf(tmp_path / "m.gguf", model, "qwen3", write, _tokenizer, tables=write)
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen3", write, add_tokenizer, tables=write)
     import_checkpoint(path, tmp_path / "packed", packed="auto")
     packed = open_checkpoint(tmp_path / "packed")
     assert packed.metadata.embeddings == "ternary"

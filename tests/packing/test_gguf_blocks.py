@@ -71,17 +71,14 @@ def named(name: str) -> BlockType:
 
 
 def test_ptq1_0_of_another_writer_is_read(random_codes) -> None:
-    """Byte by byte, as the fork of llama.cpp that writes it does: digits of base 3, the highest first."""
-    t = random_codes(2, 256, 3).numpy() + 1
-    data = b""
+    """Bytes hold five codes of a part as digits of base 3, the first as the highest."""
+    t, data = random_codes(2, 256, 3).numpy() + 1, b""
     for block in t.reshape(-1, 128).tolist():
-        bytes_of = [[block[j + 16 * k] for k in range(5)] for j in range(16)]
-        bytes_of += [[block[80 + j + 8 * k] for k in range(5)] for j in range(8)]
-        bytes_of += [[block[120 + j + 2 * k] for k in range(4)] + [0] for j in range(2)]
-        for digits in bytes_of:
-            data += bytes(
-                [(256 * sum(d * 3 ** (4 - k) for k, d in enumerate(digits)) + 242) // 243]
-            )
+        for start, step, count in ((0, 16, 5), (80, 8, 5), (120, 2, 4)):
+            for j in range(step):
+                digits = block[start + j : start + step * count : step]
+                value = sum(digit * 3 ** (4 - k) for k, digit in enumerate(digits))
+                data += bytes([(256 * value + 242) // 243])
         data += np.array([0.5], "<f2").tobytes()
     codes, scales = named("PTQ1_0").unpack(np.frombuffer(data, np.uint8), 2, 256)
     assert np.array_equal(codes, t - 1)

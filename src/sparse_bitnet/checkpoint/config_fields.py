@@ -125,10 +125,10 @@ def check_experts(settings: Mapping[str, Any], where: str) -> None:
     """Raise `UserError`, beginning with `where`, for the settings of a mixture of experts."""
     for key, value in settings.items():
         if key.endswith(("experts", "expert_count")) and type(value) is int and value > 1:
-            raise UserError(
-                f"{where}: {key} = {value} says that it is a mixture of experts, whose ternary files are "
-                "not supported; llama.cpp runs those that are GGUF"
+            why = (
+                "says that it is a mixture of experts, which is not supported; llama.cpp runs GGUF"
             )
+            raise UserError(f"{where}: {key} = {value} {why}")
 
 
 def check_fields(

@@ -22,6 +22,7 @@ from sparse_bitnet.checkpoint.checkpoint import (
     stored_tensors,
 )
 from sparse_bitnet.checkpoint.config_fields import Fields, check_experts, check_fields, shown
+from sparse_bitnet.checkpoint.declared_rotation import MANIFEST, manifest_keys, read_rotation
 from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS, WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import FLOATS
@@ -77,6 +78,10 @@ class ForeignFolder(Checkpoint):
                 self.dtypes[name] = self.files.dtypes[name] if is_plain else "F32"
         wanted = {n: tensor for n, tensor in stored_tensors(model).items() if n not in internal}
         check_tensors(wanted, self.others, self.dtypes, self.folder)
+        if (self.folder / MANIFEST).exists():
+            columns = {f"{name}.weight": shape[1] for name, shape in self.layers.items()}
+            keys, where = manifest_keys(self.folder), f"{self.folder}/{MANIFEST}: "
+            self.rotation = read_rotation(keys, where, layers=columns, tables=self.embeddings)
 
     def prepare(self) -> None:
         """Read the format's own settings. Raises `UserError` for settings that have no counterpart

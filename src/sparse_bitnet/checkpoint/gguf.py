@@ -14,6 +14,7 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, exported_format
 from sparse_bitnet.checkpoint.config_fields import LINEAR
+from sparse_bitnet.checkpoint.declared_rotation import PREFIX, read_rotation, with_prefix
 from sparse_bitnet.checkpoint.gguf_architectures import full_name
 from sparse_bitnet.checkpoint.gguf_config import (
     FORMAT,
@@ -44,6 +45,8 @@ _UNREAD = ("v.", "mm.", "mtp.")
 """Prefixes of the tensors of an image encoder, and of layers that predict several tokens."""
 _LOOKED_AT = 64
 """Number of rows of a float matrix that decide whether it is ternary."""
+_ROTATED = ("llama", "qwen3", "qwen35")
+"""Architectures whose weights may be rotated."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -86,6 +89,20 @@ class GgufCheckpoint(Checkpoint):
         self.stored = list(self.others)
         self.dense_linears = ["lm_head", *(name.removesuffix(".weight") for name in gates)]
         self.embeddings = [f"{n}.weight" for n in _TABLES if f"{n}.weight" in self.others]
+        if keys := with_prefix(metadata):
+            row, grouped = self.architecture, keys.get("gdn_v_grouped") is True
+            heads, shared = (self.config.get(f"linear_num_{n}_heads") for n in ("value", "key"))
+            if row.name not in _ROTATED:
+                said = said or f"its architecture is {row.name}"
+            elif heads != shared and not grouped:
+                # A rotation mixes columns: heads among them that are tiled could not be reordered.
+                said = said or f"{PREFIX}gdn_v_grouped is not true"
+            if said:
+                raise UserError(f"{path} has rotated weights, which is not supported: {said}")
+            self.architecture = row._replace(tiles_columns=False)
+            columns = {self.names[f"{n}.weight"]: shape[1] for n, shape in self.layers.items()}
+            tables, where = [self.names[name] for name in self.embeddings], f"{path}: {PREFIX}"
+            self.rotation = read_rotation(keys, where, layers=columns, tables=tables)
         self.scales: dict[str, np.float32] = {}
         scales = metadata.get(WEIGHT_SCALES)
         if isinstance(scales, list) and [type(each) for each in scales] == [float] * len(linears):

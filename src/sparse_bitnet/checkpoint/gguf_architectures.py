@@ -99,6 +99,8 @@ class GgufArchitecture(NamedTuple):
     windows: bool = False
     """Whether layers may have attention windows."""
     linear_norms: bool = False
+    tiles_columns: bool = True
+    """Whether the inputs of an output projection of linear attention are in tiled order, too."""
     norm_offset: float = 0.0
     """Number that the file adds to transformers' weights of norms, except norms in linears."""
     note: str = ""

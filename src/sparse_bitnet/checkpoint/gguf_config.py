@@ -24,6 +24,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     unread_setting,
     windows_of,
 )
+from sparse_bitnet.checkpoint.declared_rotation import PREFIX
 from sparse_bitnet.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     LINEAR_NORM,
@@ -120,7 +121,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
     if architecture.linear_block:
         read += [*_LINEAR_SIZES, _INNER, _INTERVAL, _RECURRENT, _PREDICTING, _SECTIONS]
     check_fields(
-        {key: v for key, v in file.metadata.items() if not key.startswith(_OF_THE_FILE)},
+        {key: v for key, v in file.metadata.items() if not key.startswith((*_OF_THE_FILE, PREFIX))},
         [prefix + key for key in read],
         str(file.path),
         {prefix + key: value for key, value in _AS_HERE.items()},

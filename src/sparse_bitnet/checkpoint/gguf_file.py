@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.config_fields import check_basis
+from sparse_bitnet.checkpoint.declared_rotation import PREFIX
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.gguf_blocks import I2_S, READ_TYPES, BlockType
 
@@ -80,7 +81,8 @@ class GgufFile:
             raise UserError(f"{path}: {error}") from None
         except (ValueError, struct.error) as error:
             raise UserError(f"{path} is not a GGUF file, or is damaged: {error}") from error
-        check_basis(self.metadata, str(path))
+        others = {key: v for key, v in self.metadata.items() if not key.startswith(PREFIX)}
+        check_basis(others, str(path))
 
     def block_type(self, name: str) -> BlockType | None:
         """Return the ternary type of a matrix, or None for any other type. Raises `UserError` if its

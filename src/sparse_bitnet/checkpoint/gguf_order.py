@@ -63,7 +63,7 @@ def stored_order(row: GgufArchitecture, config: Config, name: str) -> Order | No
     size = head if is_behind_keys or part in ("out_proj", "in_proj_z") else 1
     tiled = np.arange(heads * size).reshape(keys, -1, size).swapaxes(0, 1).reshape(-1)
     if part == "out_proj":
-        return Order(None, tiled, head)
+        return Order(None, tiled, head) if row.tiles_columns else None
     first = 2 * keys * config["linear_key_head_dim"] if is_behind_keys else 0
     return Order(np.concatenate([np.arange(first), first + tiled]))
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Return a model folder, its config.json and the `quantization_config` in it.
 
-    Check first that every file may be opened (`check_file`), that the number of layers is plausible, and
-    that the weights can be used as they are. Raises `UserError`.
+    Check first that every file may be opened (`check_file`) and that the number of layers is plausible.
+    Raises `UserError`.
     """
     folder = local_folder(path_or_id)
     if is_hub_id(str(path_or_id)) and not (folder / CONFIG_FILE).exists():
@@ -50,7 +50,6 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
     layers = stored.get("num_hidden_layers")
     config = {key: of_all_layers(value, layers) for key, value in stored.items()}
     check_layers(config, folder)
-    check_weights_as_stored(config, folder)
     return folder, config, quantization_entry(config)
 
 
@@ -97,6 +96,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
 
     # With peft, transformers would load the model that an adapter names, from anywhere.
     folder, config, entry = open_folder(path_or_id)
+    check_weights_as_stored(config, folder)
     method = str(entry.get("quant_method"))
     if entry and not {method, f"{method}_4bit"} & AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
         # transformers would skip it, and take the stored values for the weights.

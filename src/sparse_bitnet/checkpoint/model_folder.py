@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,13 +188,16 @@ def check_layers(config: dict[str, Any], folder: Path) -> None:
             )
 
 
-def check_weights_as_stored(config: dict[str, Any], folder: Path) -> None:
+def check_weights_as_stored(
+    config: dict[str, Any], folder: Path, rotated_by: Collection[str] = ()
+) -> None:
     """Raise `UserError` for a folder whose weights cannot be used as they are: an adapter belongs to
-    them, they are in a rotated basis, or a setting of the method bitnet is unknown."""
+    them, they are in a rotated basis, which files in `rotated_by` may say, or a setting of the method
+    bitnet is unknown."""
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} holds an adapter (adapter_config.json): merge it first")
     names = [path.name for path in folder.iterdir() if path.suffix in _DECLARING]
-    check_basis(dict.fromkeys(names, True), str(folder))
+    check_basis(dict.fromkeys(set(names).difference(rotated_by), True), str(folder))
     tables = [config]
     for table in tables:
         check_basis(table, str(folder / CONFIG_FILE))

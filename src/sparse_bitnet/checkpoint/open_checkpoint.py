@@ -5,10 +5,12 @@ import importlib
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
+from sparse_bitnet.checkpoint.declared_rotation import MANIFEST
 from sparse_bitnet.checkpoint.load import open_folder
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     WeightFiles,
+    check_weights_as_stored,
     gguf_inside,
     is_gguf,
     is_hub_id,
@@ -76,6 +78,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
 
         return GgufCheckpoint(Path(name))
     folder, config, entry = open_folder(name)
+    declared = dict(config)
     method = entry.get("quant_method")
     kind, reader = _READERS.get(method if method is None else str(method), ("unknown", ""))
     is_read = kind not in ("packed", "unknown") and any(folder.glob("model*.safetensors"))
@@ -90,6 +93,9 @@ def find_checkpoint(path: str | Path) -> StoredModel:
             kind, reader = "foreign", by_looking
         elif config.get("model_type") == "bitnet" or has_linear_norms(files):
             kind, reader = _READERS["bitnet"]
+    # Rotated weights are read where they are ternary floats.
+    rotated_by = [MANIFEST] if reader == "foreign.TernaryFloats" else []
+    check_weights_as_stored(declared, folder, rotated_by)
     if config.get("tie_word_embeddings") is not False and files is not None:
         tables = [name for name in files.shapes if name.endswith(_TABLES)]
         if len(tables) == 2 and not files.equal(*tables):

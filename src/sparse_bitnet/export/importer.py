@@ -100,6 +100,7 @@ class _Foreign(Checkpoint):
         self.others = {name: foreign.others[name] for name in foreign.stored}
         self.dtypes = dict.fromkeys(self.others, "F32")
         self.config, self.has_masters = plain_config(foreign.config), False
+        self.rotation = foreign.rotation
 
     def stored_values(self, name: str, part: slice = slice(None)) -> Any:
         values = self.foreign.stored_values(name, part)
@@ -131,10 +132,11 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
     from sparse_bitnet.nn.convert import FORMAT_VERSION
 
     foreign, format = source.foreign, source.format
-    if foreign.config.get(LINEAR_NORMS):
+    if foreign.rotation or foreign.config.get(LINEAR_NORMS):
+        what = "rotated weights" if foreign.rotation else "norms in its linear layers"
         raise UserError(
-            f"{foreign.folder} has norms in its linear layers, which only packed folders hold: import "
-            "it with --packed-format auto"
+            f"{foreign.folder} has {what}, which only packed folders hold: import it with "
+            "--packed-format auto"
         )
     tensors: Tensors = []
     for layer, sizes in foreign.layers.items():

@@ -128,17 +128,14 @@ def _encode_trits(t: np.ndarray, runs: tuple[int, ...]) -> np.ndarray:
     """Pack five codes a byte in parts: of five runs of runs[i] codes each, code k of a run goes into byte
     k of the part. The last part has four runs."""
     parts = np.split(t, np.cumsum([5 * run for run in runs[:-1]]), axis=1)
-    of_runs = zip(parts, runs, strict=True)
-    return np.concatenate(
-        [_five_in_a_byte(part.reshape(len(t), -1, run)) for part, run in of_runs], axis=1
-    )
+    by_run = (part.reshape(len(t), -1, run) for part, run in zip(parts, runs, strict=True))
+    return np.concatenate([*map(_five_in_a_byte, by_run)], axis=1)
 
 
 def _decode_trits(blocks: np.ndarray, runs: tuple[int, ...]) -> np.ndarray:
     """Inverse of `_encode_trits`."""
     parts = np.split(blocks, np.cumsum(runs[:-1]), axis=1)
-    counts = [5] * (len(runs) - 1) + [4]
-    decoded = map(_five_of_a_byte, parts, counts)
+    decoded = map(_five_of_a_byte, parts, [5] * (len(runs) - 1) + [4])
     return np.concatenate([part.reshape(len(blocks), -1) for part in decoded], axis=1)
 
 

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files with rotated weights, from the declaration to the engine's logits."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packed_models import assert_close, load_reference, typical_error
+from sparse_bitnet.checkpoint.declared_rotation import PREFIX, read_rotation
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.checkpoint.packed import packed_layers
+from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.nn.straight_through import InputQuantizer
+from sparse_bitnet.packing.rotation import Rotation
+
+pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
+from test_gguf_import import add_tokenizer, by_our_layout, gguf_name, write_gguf
+from test_gguf_qwen35 import Q2_0, TERNARY, grouped, stored, ternary_qwen35, write_qwen35
+from test_ternary_tables import EMBEDDING, HEAD, with_ternary_tables
+
+from sparse_bitnet import _cpu
+from sparse_bitnet.engine.engine import Engine
+
+TOKENS = np.arange(7, 301, 7, np.int32).reshape(7, 6)  # where a rounding turns, others stay
+SIZES: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 48}
+WIDTHS = (256, 384, 512)  # 384 = 3 x 128, of o
+
+
+def rotation_of(widths: tuple[int, ...], block: int, embedding: bool, head: bool) -> Rotation:
+    signs = {width: np.random.default_rng(width).bytes(width // 8) for width in widths}
+    return Rotation(block=block, signs=signs, embedding=embedding, head=head)
+
+
+def before(model: Any, rotation: Rotation) -> Any:
+    plain = copy.deepcopy(model)
+    names = (*TERNARY, *([EMBEDDING] * rotation.embedding), *([HEAD] * rotation.head))
+    for parameter in (value for name, value in plain.named_parameters() if name.endswith(names)):
+        parameter.data = rotation.rows(parameter.data)
+    return plain
+
+
+def keys_of(rotation: Rotation, folded: list[str], **changes: Any) -> dict[str, Any]:
+    is_shared = rotation.head and not {*folded} & {"output.weight", "out"}
+    return {
+        **{"version": 1 + is_shared, "tied_output": is_shared, "block_size": rotation.block},
+        **{"transform": "normalized-sylvester-walsh-hadamard", "axis": "input-last-dimension"},
+        **{"sign_mode": "explicit", "sign_widths": [*rotation.signs], "weight_names": folded},
+        "sign_values": [int(s) for width in rotation.signs for s in rotation.values(width)],
+        **({"inverse_weight_names": ["token_embd.weight"]} if rotation.embedding else {}),
+        **changes,
+    }
+
+
+def add_keys(writer: Any, values: dict[str, Any]) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    for key, value in values.items():
+        add.get(type(value), writer.add_array)(PREFIX + key, value)
+
+
+@torch.no_grad()
+def logits(model: Any) -> np.ndarray:
+    return model(torch.from_numpy(TOKENS).long()).logits.flatten(0, 1).numpy()
+
+
+def engine_logits(folder: Path, **options: Any) -> np.ndarray:
+    options = {"activations": "token", "head": "stored", **options}
+    engine = Engine.load(folder, kv_cache="float32", cache_tokens=7 * 64, **options)
+    computed = engine.forward([(engine.new_sequence(), part) for part in TOKENS], logits="all")
+    engine.close()
+    return np.concatenate(computed)
+
+
+def unquantised(folder: Path) -> np.ndarray:
+    model, config = load_reference(folder), SparseBitConfig.parse("ternary-8:8,activation=none")
+    for layer in packed_layers(model).values():
+        layer.config, layer.inputs = config, InputQuantizer(config)
+    return logits(model)
+
+
+@pytest.mark.parametrize("case", ["qwen3 128 head", "qwen3 64 head ties", "llama 32"])
+def test_a_rotated_file_computes_the_model_from_before(tmp_path: Path, case: str) -> None:
+    family, block, *flags = case.split()
+    model = with_ternary_tables(128, family, tie_word_embeddings="ties" in flags, **SIZES)
+    rotation = rotation_of(WIDTHS, int(block), True, "head" in flags)
+    folded = [gguf_name(name) for name in model.state_dict() if name.endswith("proj.weight")]
+    folded += ["output.weight"] if flags == ["head"] else []
+
+    def extra(writer: Any) -> None:
+        add_tokenizer(writer)
+        add_keys(writer, keys_of(rotation, folded))
+
+    layouts = [by_our_layout(name, 128) for name in ("PQ2_0", "PTQ1_0")]
+    path = write_gguf(tmp_path / "m.gguf", model, family, layouts[0], extra, tables=layouts[1])
+    import_checkpoint(path, tmp_path / "packed", packed="auto")
+    packed, plain = open_checkpoint(tmp_path / "packed"), before(model, rotation)
+    assert (packed.rotation, packed.metadata.embeddings) == (rotation, "ternary")
+    assert typical_error(unquantised(tmp_path / "packed"), logits(plain)) < 1e-5
+
+    # Tables of floats, and a scale for each token: the engine computes what PyTorch does.
+    import_checkpoint(path, tmp_path / "floats", packed="b3", embeddings="float32")
+    reference = logits(load_reference(tmp_path / "floats"))
+    for isa in _cpu.supported_isas(for_tests=True):
+        assert_close(engine_logits(tmp_path / "floats", isa=isa), reference)
+    coarser = engine_logits(tmp_path / "packed", activations="auto", head="auto")  # which is i2
+    assert typical_error(coarser, reference) < 0.05
+    with pytest.raises(UserError, match="has rotated weights, which only packed folders hold"):
+        import_checkpoint(path, tmp_path / "masters")
+    with pytest.raises(UserError, match="has rotated weights, which transforms inputs"):
+        export(tmp_path / "packed", tmp_path / "out", ExportConfig(format="dense"))
+
+
+def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path) -> None:
+    model, rotation = ternary_qwen35(128), rotation_of((256, 512, 768), 64, False, False)
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    folded = [stored(name, state[name])[0] for name in state if name.endswith(TERNARY)]
+
+    def write(writer: Any, name: str, values: np.ndarray) -> None:
+        if name == folded[0]:
+            add_keys(writer, keys)
+        Q2_0(writer, name, grouped(values) if "ssm_out" in name else values)
+
+    keys = keys_of(rotation, folded, gdn_v_grouped=True)
+    path = write_qwen35(tmp_path / "m.gguf", model, write, tokenizer=True)
+    import_checkpoint(path, tmp_path / "packed", packed="i2", embeddings="float32")
+    assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-4
+    assert_close(engine_logits(tmp_path / "packed"), logits(load_reference(tmp_path / "packed")))
+    keys |= {"gdn_v_grouped": False}
+    with pytest.raises(UserError, match=r"not supported: .*gdn_v_grouped is not true"):
+        open_checkpoint(write_qwen35(path, model, write))
+
+
+DAMAGED: dict[str, list[Any]] = {
+    "version": [3, 2, 0, True, None],
+    "block_size": [24, 0, 64, True, None],
+    **{"transform": ["other", None], "axis": ["output", None], "seed": [7, None]},
+    "sign_mode": ["random", "identity", None],
+    "sign_widths": [[32], [32, 32], [32, 64.0], [32, 64, -96], 3, None],
+    "sign_values": [[1] * 95, [1] * 95 + [0], [1] * 95 + ["1"], "1", None],
+    "weight_names": [["a", "out"], ["a", "b", "c"], ["a", "b", 3], "a", None],
+    **{"inverse_weight_names": [["out"], "table", None], "gdn_v_grouped": ["yes", 1, None]},
+    "tied_output": [True, 1, None],
+}
+
+
+def read(ties: bool = False, **changes: Any) -> Rotation:
+    changes = {"inverse_weight_names": ["table"], **changes}
+    values = keys_of(rotation_of((32, 64), 16, True, True), ["a", "b", "out"], **changes)
+    tables = ["table"] if ties else ["table", "out"]
+    return read_rotation(values, "f: ", layers={"a": 32, "b": 64}, tables=tables)
+
+
+@pytest.mark.parametrize(("key", "value"), [(k, v) for k, each in DAMAGED.items() for v in each])
+def test_keys_that_are_damaged_missing_or_unknown_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=r"^f: (sign_)?" + key.removeprefix("sign_")):
+        read(**{key: value})
+
+
+def test_unrotated_tables_and_shared_heads_are_read() -> None:
+    assert read() == rotation_of((32, 64), 16, True, True)
+    assert not read(weight_names=["a", "b"]).head
+    assert not read(inverse_weight_names=[]).embedding
+    assert read(sign_mode="identity", sign_widths=[], sign_values=[]).signs[32] == bytes(4)
+    assert read(True, version=2, tied_output=True, weight_names=["a", "b"]).head
+    with pytest.raises(UserError, match=r"^f: version is 1"):
+        read(True, weight_names=["a", "b"])
+
+
+def test_a_folder_of_rotated_floats_is_imported(tmp_path: Path) -> None:
+    model = with_ternary_tables(128, "llama", tie_word_embeddings=False, **SIZES)
+    rotation = rotation_of(WIDTHS, 64, True, True)
+    model.save_pretrained(tmp_path)
+    names = [name for name in model.state_dict() if name.endswith("proj.weight")]
+    tensors: list[dict[str, Any]] = [{"name": name, "axis": -1} for name in [*names, HEAD]]
+    tensors += [{"name": EMBEDDING, "axis": -1, "role": "inverse-after-lookup"}]
+    transform = {"name": "normalized-signed-sylvester-walsh-hadamard", "sign_mode": "explicit"}
+    manifest: dict[str, Any] = {
+        **{"schema_version": 1, "kind": "hadamard-weight-fold", "tensors": tensors},
+        **{"status": "requires-matching-runtime", "transform": transform | {"block_size": 64}},
+        "signs": {str(w): rotation.values(w).astype(int).tolist() for w in rotation.signs},
+    }
+    path = tmp_path / "hadamard_packing.json"
+    path.write_text(json.dumps(manifest))
+    import_checkpoint(tmp_path, tmp_path / "packed", packed="i2")
+    assert open_checkpoint(tmp_path / "packed").rotation == rotation
+    assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-5
+    records = [[{**tensors[0], key: 7}, *tensors[1:]] for key in ("axis", "role", "x")]
+    for key, values in {
+        **{"schema_version": [0, 3, 4, None], "kind": ["other", None], "status": [None]},
+        **{"extra": [1], "tied_output": [True], "signs": [{}, {"256": [1]}, 3, {"x": []}]},
+        "transform": [transform, 3, manifest["transform"] | {"seed": 1}],
+        "tensors": [tensors[1:], [3], None, *records],
+    }.items():
+        for value in values:
+            path.write_text(json.dumps(manifest | {key: value}))
+            with pytest.raises(UserError, match=r"hadamard_packing\.json: "):
+                open_checkpoint(tmp_path)
