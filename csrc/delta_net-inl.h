@@ -69,10 +69,10 @@ TARGET static void delta_columns(const DeltaRule& work, std::int64_t column) {
             decay * with_query[v] + both * change[v]);
     }
     for (std::int64_t i = 0; i < work.key_dim; ++i) {
-      UNROLL for (int v = 0; v < VECTORS; ++v) {
-        float* s = place(i, v);
-        store(s, decay * load_floats(s) + key[i] * change[v]);
-      }
+      // All are loaded before any is stored: slabs lie multiples of 4 KiB apart, where loads wait for stores.
+      Floats s[VECTORS];
+      UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = load_floats(place(i, v));
+      UNROLL for (int v = 0; v < VECTORS; ++v) store(place(i, v), decay * s[v] + key[i] * change[v]);
     }
   }
 }

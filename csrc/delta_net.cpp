@@ -22,6 +22,12 @@ constexpr std::int64_t gate_tokens = 8;
 
 double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
+// What is as good as nothing is nothing: numbers too small to be normal would slow down every product.
+float decay_of(double exponent) {
+  const double decay = std::exp(exponent);
+  return decay < 1e-30 ? 0 : float(decay);
+}
+
 }  // namespace
 
 // Decays and steps: products with dense weights, from the norm that is in `delta`.
@@ -36,7 +42,7 @@ void Decoder::State::multiply_gates(const Block& block, std::int64_t tokens) {
         for (std::int64_t token = first; token < std::min(tokens, first + gate_tokens); ++token) {
           const double x = kernels.vector.dot(&delta[token * n], weights, n);
           out[token * rows + row] =
-              row < heads ? float(std::exp(block.decay_rates[row] * softplus(x + block.decay_bias[row])))
+              row < heads ? decay_of(block.decay_rates[row] * softplus(x + block.decay_bias[row]))
                           : float(1 / (1 + std::exp(-x)));
         }
       }

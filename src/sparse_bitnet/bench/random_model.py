@@ -221,9 +221,9 @@ def _tensors(
         for layer in range(shape.layers)
         for name, lengths in shape.vectors(layer).values()
     } | {"model.norm.weight": (shape.hidden,)}
-    # Biases, then norms, whose weights are about one.
+    # Biases, then the others: norms, whose weights are about one, and what Gated DeltaNet has.
     for name, lengths in sorted(vectors.items(), key=lambda item: not item[0].endswith(".bias")):
-        mean = 0.0 if name.endswith(".bias") else 1.0
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
         values = mean + 0.1 * rng.standard_normal(lengths, np.float32)
         yield TensorSpec(name, "float32", lengths), [values.astype(np.float32)]
 

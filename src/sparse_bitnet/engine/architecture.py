@@ -115,7 +115,7 @@ class Architecture:
     linear_norms: bool
     """Norms of the input of each linear, without offset (BitNet-embedding)."""
     norm_offset: float
-    """Added to the weights of norms: 1 for Gemma's."""
+    """Added to the weights of norms: 1 for Gemma's and Qwen3.5's."""
     query_scale: float
     """Multiplies the scores of attention."""
     embedding_scale: float
@@ -125,7 +125,6 @@ class Architecture:
     """Rotary embedding of the layers with a sliding window."""
     windows: tuple[int, ...]
     """Attention window of each layer in tokens, the token itself included; 0 or empty tuple: no limit."""
-
     delta_net: DeltaNet | None = None
     """Sizes of the layers with Gated DeltaNet; attention then has gates."""
     delta_layers: tuple[bool, ...] = ()
@@ -158,9 +157,8 @@ class Architecture:
         linears = self.linears(layer)
         shapes = {key: self.linear_shapes(layer)[name] for key, name in linears.items()}
         hidden = (self.hidden,)
-        named: dict[str, tuple[str, tuple[int, ...]]] = {
-            "input_norm": ("input_layernorm.weight", hidden)
-        }
+        named: dict[str, tuple[str, tuple[int, ...]]] = {}
+        named["input_norm"] = ("input_layernorm.weight", hidden)
         behind_attention = ("post_attention_layernorm.weight", hidden)
         if self.model_type == GEMMA3:
             # Gemma also normalises what attention and feed-forward part add to the residual.
@@ -171,16 +169,13 @@ class Architecture:
             named["post_attention_norm"] = behind_attention
         if net := self.delta_net if linears is DELTA_LINEARS else None:
             heads, channels = net.value_heads, shapes["q"][0]
-            of_net = {
-                "decay_weights": ("in_proj_a.weight", (heads, self.hidden)),
-                "step_weights": ("in_proj_b.weight", (heads, self.hidden)),
-                "decay_bias": ("dt_bias", (heads,)),
-                "decay_rates": ("A_log", (heads,)),
-                "convolution": ("conv1d.weight", (channels, 1, net.taps)),
-                "delta_norm": ("norm.weight", (net.value_dim,)),
-            }
             return named | {
-                key: (f"linear_attn.{name}", shape) for key, (name, shape) in of_net.items()
+                "decay_weights": ("linear_attn.in_proj_a.weight", (heads, self.hidden)),
+                "step_weights": ("linear_attn.in_proj_b.weight", (heads, self.hidden)),
+                "decay_bias": ("linear_attn.dt_bias", (heads,)),
+                "decay_rates": ("linear_attn.A_log", (heads,)),
+                "convolution": ("linear_attn.conv1d.weight", (channels, 1, net.taps)),
+                "delta_norm": ("linear_attn.norm.weight", (net.value_dim,)),
             }
         for key in (*("qkv" if self.qkv_bias else ""), *("o" if self.o_bias else "")):
             named[f"{key}_bias"] = (f"{linears[key]}.bias", shapes[key][:1])
