@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed of this checkout and of another one: a few steps of each in turn, on one thread.
+"""Training speed of this checkout and of plain transformers, in steps of each in turn.
 
-    python benchmarks/training_speed.py DATA OTHER [SIZE...]     # OTHER: a built checkout of other code
+    python benchmarks/training_speed.py DATA MODEL [--distill]     # a model folder or a GGUF file
 
-Each checkout trains a ternary 6:8 model in a process of its own: this one compiled, the other one with
-its defaults. Processor time is measured, so that other work on the machine matters little. DATA is
-prepared text with a vocabulary of 1,024. Appends one row per size to benchmarks/results/.
+Each side trains the model in a process of its own, 4 x 512 tokens a step: ours in --format, compiled;
+transformers its dense model under bfloat16 autocast, with SDPA and fused AdamW. With --distill the model
+is the teacher, too, and KL the loss. DATA is prepared text. Times are wall clock, so nothing else may
+run. Appends a row to benchmarks/results/.
 """
 
 import argparse
@@ -16,113 +17,102 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from recorded import record
 
-TURN, WARM = 15, 3
-"""Steps of a turn, and those at its beginning that do not count: the other's data fill the caches."""
-
-STEPS = {"qwen2.5-0.3m": 13440, "qwen2.5-0.5m": 6840, "qwen2.5-1m": 6480}
-"""Model sizes, with the length of a run: a long one is compiled."""
-
-ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
-import importlib.util, json, sys, time
-if not importlib.util.find_spec("sparse_bitnet").origin.startswith(sys.argv[2]):
-    # What an editable install puts in front of PYTHONPATH.
-    sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
-import sparse_bitnet._cpu
-assert sparse_bitnet.__file__.startswith(sys.argv[2]), sparse_bitnet.__file__
+import json, sys, time
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.trainer import train
-config = TrainConfig(**json.loads(sys.argv[1]))
-began = 0.0
+config, began = TrainConfig(**json.loads(sys.argv[1])), 0.0
 def on_step(row):
     global began
-    print(json.dumps([time.process_time() - began, row["loss"]]), file=sys.stderr, flush=True)
+    print(json.dumps([time.perf_counter() - began, row["loss"]]), file=sys.stderr, flush=True)
     if not sys.stdin.readline():
         raise SystemExit
-    began = time.process_time()
-train(config, on_step=on_step)
+    began = time.perf_counter()
+"""
+OURS = "from sparse_bitnet.training.trainer import train\ntrain(config, on_step=on_step)\n"
+PLAIN = """
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM as Auto
+from sparse_bitnet.data.loader import TokenLoader
+from sparse_bitnet.data.shards import TokenDataset
+text, (folder, _, file) = TokenDataset.open(config.data, "train"), config.init.rpartition("/")
+folder, file = (folder, file) if file.endswith(".gguf") else (config.init, None)
+loader = TokenLoader(text, sequence_length=config.sequence_length, batch_size=config.batch_size, seed=0)
+model = Auto.from_pretrained(folder, gguf_file=file, dtype=torch.float32).train()
+teacher = Auto.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16).eval()
+optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+for step in range(config.steps):
+    input_ids, labels = loader.batch(step)[:2]
+    with torch.autocast("cpu", torch.bfloat16):
+        own = model(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
+        if config.teacher:
+            with torch.no_grad():
+                wanted = teacher(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
+            terms = own.log_softmax(-1), wanted.log_softmax(-1)
+            loss = kl_div(*terms, reduction="batchmean", log_target=True)
+        else:
+            loss = cross_entropy(own, labels.flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    on_step({"loss": loss.item()})
 """
 
 
-class Child:
-    """One checkout in a child process, which trains a step on request."""
-
-    def __init__(self, source: Path, config: dict[str, Any]) -> None:
-        paths = {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", CHILD, json.dumps(config), str(source.resolve())]
-        pipe = {name: subprocess.PIPE for name in ("stdin", "stderr")}
-        self.process = subprocess.Popen(
-            command, env=os.environ | paths, text=True, stdout=subprocess.DEVNULL, **pipe
-        )
-
-    def step(self) -> tuple[float, float]:
-        """Processor seconds and loss of the step that was asked for; asks for the next."""
-        said = []
-        for line in self.process.stderr:
-            if line.startswith("["):
-                self.process.stdin.write("\n")
-                self.process.stdin.flush()
-                seconds, loss = json.loads(line)
-                return seconds, loss
-            said.append(line)
-        raise SystemExit("".join(said))
+def report(side: subprocess.Popen) -> tuple[float, float]:
+    """Seconds and loss of the step that a side makes."""
+    said = []
+    for line in side.stderr:
+        if line.startswith("["):
+            return tuple(json.loads(line))
+        said.append(line)
+    raise SystemExit("".join(said))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
-    parser.add_argument("other", type=Path)
-    parser.add_argument("sizes", nargs="*")
+    parser.add_argument("model")
+    parser.add_argument("--format", default="ternary-6:8,quantizer=per-group:size=64")
+    parser.add_argument("--distill", action="store_true")
     parser.add_argument("--turns", type=int, default=16)
     options = parser.parse_args()
-    common = dict(
-        format="ternary-6:8",
-        batch_size=8,
-        sequence_length=256,
-        learning_rate=6e-3,
-        threads=1,
-        layer_metrics_every=0,
-        checkpoint_every=0,
-        validation_every=0,
-    )
-    for model, steps in STEPS.items():
-        if options.sizes and model not in options.sizes:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            config = {**common, "model": model, "steps": steps, "data": str(options.data)}
-            children = {
-                "here": Child(ROOT, {**config, "compile": "on", "out": f"{folder}/here"}),
-                "other": Child(options.other, {**config, "out": f"{folder}/other"}),
-            }
-            timed = {name: [] for name in children}
-            for _ in range(options.turns):
-                for name, child in children.items():
-                    turn = [child.step() for _ in range(TURN)]
-                    timed[name].append(turn[WARM:])
-            for child in children.values():
-                child.process.kill()
-        # A median a turn; the first is of a cold start.
-        taken = {
-            name: [statistics.median(seconds for seconds, _ in turn) for turn in turns[1:]]
-            for name, turns in timed.items()
-        }
-        ratios = [old / new for old, new in zip(taken["other"], taken["here"], strict=True)]
-        head = subprocess.check_output(["git", "-C", options.other, "rev-parse", "HEAD"], text=True)
-        row = {
-            "model": model,
-            "other_commit": head[:12],
-            "tokens_per_second": {
-                name: 2048 / statistics.median(seconds) for name, seconds in taken.items()
-            },
-            "times_as_fast": statistics.median(ratios),
-            "last_losses": {name: each[-1][-1][1] for name, each in timed.items()},
-        }
-        record("training-speed", [row])
-        print(row, flush=True)
+    config = dict(data=str(options.data), init=options.model, format=options.format, steps=10**4)
+    config |= dict(batch_size=4, sequence_length=512, learning_rate=5e-4, threads=os.cpu_count())
+    config |= dict(layer_metrics_every=0, checkpoint_every=0, validation_tokens=1, compile="on")
+    if options.distill:
+        config |= dict(teacher=options.model, ce_weight=0.0, temperature=1.0)
+        config |= dict(reconstruction_windows=0)
+    sides, turns = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for code in (OURS, PLAIN):
+            text = json.dumps({**config, "out": f"{folder}/run"})
+            pipes = {name: subprocess.PIPE for name in ("stdin", "stderr")}
+            command = [sys.executable, "-c", CHILD + code, text]
+            sides.append(subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, **pipes))
+            report(sides[-1])
+        for _ in range(options.turns):
+            turns.append([])
+            for side in sides:
+                side.stdin.write("\n")
+                side.stdin.flush()
+                turns[-1].append(report(side)[0])
+        for side in sides:
+            side.kill()
+    row = {
+        "model": Path(options.model).stem,
+        "method": "distill" if options.distill else "train",
+        "format": options.format,
+        "ours": 2048 / statistics.median(ours for ours, _ in turns),
+        "transformers": 2048 / statistics.median(plain for _, plain in turns),
+        "times_as_fast": statistics.median(plain / ours for ours, plain in turns),
+    }
+    record("training-peers", [row], threads=os.cpu_count())
+    print(row)
 
 
 if __name__ == "__main__":

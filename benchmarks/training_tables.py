@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of training and experiments, from benchmarks/results/."""
 
-from recorded import files, markdown, read
+from recorded import files, filled, markdown, read
 
 from sparse_bitnet_paper.results import read_rows
 from sparse_bitnet_paper.tables import Table, comparison_table
@@ -41,16 +41,12 @@ def real_model() -> str:
 
 
 def training() -> str:
-    rows = {row["model"]: row for row in read("training-speed")}
-    lines = [
-        [
-            model,
-            *(f"{row['tokens_per_second'][name]:,.0f}" for name in ("other", "here")),
-            f"{row['times_as_fast']:.2f}",
-        ]
-        for model, row in rows.items()
+    columns = [
+        ("model", "{model}"),
+        ("command", "`{method}`"),
+        ("tokens/s, transformers", "{transformers:,.0f}"),
+        ("tokens/s, ours", "{ours:,.0f}"),
+        ("speed-up, median of the turns", "{times_as_fast:.2f}"),
     ]
-    last = list(rows.values())[-1]
-    head = ["model", f"tokens/s, {last['other_commit']}", "now, compiled"]
-    head += ["speed-up, median of the turns"]
-    return markdown(head, lines, last, "python benchmarks/training_speed.py DATA OTHER")
+    rows = {row["method"]: row for row in read("training-peers")}
+    return filled(columns, list(rows.values()), "python benchmarks/training_speed.py DATA MODEL")
