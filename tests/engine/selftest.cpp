@@ -138,7 +138,7 @@ int run(const char* plan, const char* file, const char* isa) {
     block.ffn_sub_norm = from.floats(model.intermediate);
     block.q_norm = from.floats(model.head_dim);
     block.k_norm = from.floats(model.head_dim);
-    block.window = 1 << 24;
+    block.window = 1 << 24, block.of_kind = &block - model.blocks.data();
   }
   std::vector<std::int32_t> tokens(from.next<std::size_t>());
   for (std::int32_t& token : tokens) token = from.next<std::int32_t>();
