@@ -7,8 +7,10 @@
 
 constexpr std::int64_t prefetch_bytes = 8192;
 
+// LEVEL 2 is the second cache: the first one's few line buffers would all wait for memory.
+template <int LEVEL = 2>
 INLINE void prefetch(const std::uint8_t* row) {
-  __builtin_prefetch(row + prefetch_bytes, 0, 3);
+  __builtin_prefetch(row + prefetch_bytes, 0, LEVEL);
 }
 
 struct LaneMasks {
@@ -124,7 +126,7 @@ INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const s
           const std::uint8_t* bytes =
               row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           fractions[r] = load_bytes(bytes);
-          if (v == 0) prefetch(row + (b * R + r) * block_bytes);
+          if (v == 0) prefetch<3>(row + (b * R + r) * block_bytes);
         }
         UNROLL for (int p = 0; p < B3Planes::count; ++p) {
           const Bytes xs = load_bytes(x + b * block_weights + p * block_bytes + v * VECTOR_BYTES);
