@@ -22,13 +22,15 @@ INLINE LookupTable lookup_table(const std::uint8_t* entries) {
   }
   return table;
 }
+template <int BITS>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
-  Bytes bytes = {};
-  UNROLL for (int i = 0; i < 4; ++i) {
-    const Bytes entries = bit_cast<Bytes>(_mm256_shuffle_epi8(table.of[i], bits(codes & 15)));
-    bytes |= entries & bit_cast<Bytes>((codes & 0x30) == std::uint8_t(16 * i));
+  constexpr int parts = BITS == 5 ? 2 : 4;
+  __m256i entries = _mm256_shuffle_epi8(table.of[0], bits(codes & 15));
+  UNROLL for (int i = 1; i < parts; ++i) {
+    const auto here = (codes & std::uint8_t(16 * parts - 16)) == std::uint8_t(16 * i);
+    entries = _mm256_blendv_epi8(entries, _mm256_shuffle_epi8(table.of[i], bits(codes & 15)), bit_cast<__m256i>(here));
   }
-  return bytes;
+  return bit_cast<Bytes>(entries);
 }
 
 INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {

@@ -18,6 +18,7 @@ namespace avx512vbmi_matmul {
 
 using LookupTable = __m512i;
 INLINE LookupTable lookup_table(const std::uint8_t* entries) { return load<__m512i>(entries); }
+template <int>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
   return bit_cast<Bytes>(_mm512_permutexvar_epi8(bits(codes), table));
 }

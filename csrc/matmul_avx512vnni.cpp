@@ -25,10 +25,13 @@ INLINE LookupTable lookup_table(const std::uint8_t* entries) {
   UNROLL for (int i = 0; i < 4; ++i) table.of[i] = _mm512_maskz_broadcast_i32x4(__mmask16(-1), load<__m128i>(entries + 16 * i));
   return table;
 }
+template <int BITS>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  constexpr int parts = BITS == 5 ? 2 : 4;
   __m512i entries = _mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes & 15));
-  UNROLL for (int i = 1; i < 4; ++i) {
-    const __mmask64 here = _mm512_cmpeq_epi8_mask(bits(codes & 0x30), _mm512_set1_epi8(char(16 * i)));
+  UNROLL for (int i = 1; i < parts; ++i) {
+    const Bytes part = codes & std::uint8_t(16 * parts - 16);
+    const __mmask64 here = _mm512_cmpeq_epi8_mask(bits(part), _mm512_set1_epi8(char(16 * i)));
     entries = _mm512_mask_shuffle_epi8(entries, here, table.of[i], bits(codes & 15));
   }
   return bit_cast<Bytes>(entries);

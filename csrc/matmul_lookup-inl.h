@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of weights in the layout of lookup.h. Included by matmul-inl.h after matmul_rows-inl.h, with
 //   struct LookupTable; LookupTable lookup_table(const uint8* entries)      64 bytes
-//   Bytes look_up(const LookupTable&, Bytes codes)                          by the low six bits
+//   Bytes look_up<BITS>(const LookupTable&, Bytes codes)                    by the low bits, 5 or 6
 
 // A row of lookup::layouts. The codes of a row of a strip; bits above them are any. `block` is at the vector
 // that is wanted.
@@ -26,7 +26,7 @@ struct LookupPlanes {
     return codes;
   }
   INLINE Bytes next(const lookup::Layout& layout, const Bytes& codes, int p) {
-    return look_up(lookup_table(layout.digits[p]), codes);
+    return look_up<BITS>(lookup_table(layout.digits[p]), codes);
   }
   INLINE void in_order(Bytes* planes) {
     if constexpr (shape.neighbours()) interleave<4, std::uint8_t>(planes);

@@ -21,6 +21,7 @@ INLINE Bytes three_quarters(const Bytes& v) {
 
 using LookupTable = uint8x16x4_t;
 INLINE LookupTable lookup_table(const std::uint8_t* entries) { return vld1q_u8_x4(entries); }
+template <int>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
   return bit_cast<Bytes>(vqtbl4q_u8(table, bits(codes & 63)));
 }
