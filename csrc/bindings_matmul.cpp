@@ -47,8 +47,10 @@ void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t 
   require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
   require(std::isfinite(scale), "the scale is not finite");
   const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
-  require(group == 0 || (!is_table && !is_lookup && packed::is_scale_group(group, columns)),
-          "group scales, which lookup has none of, are for 32, 64, 128 or 256 ternary weights that divide the columns");
+  require(group == 0 || (!is_table && packed::is_scale_group(group, columns)),
+          "group scales are for 32, 64, 128 or 256 ternary weights that divide the columns");
+  const bool is_triple = lookup::shape_of({n, m, exact}).weights == lookup::triples.weights;
+  require(group == 0 || !is_lookup || (group != 32 && is_triple), "lookup has groups of 64 or more, of pattern 1:1");
   require(group != 0 || scale_type == ScaleType::float32, "scales of rows are float32");
   require((scales != 0 || (!is_table && group == 0)) && scales % alignof(float) == 0,
           "the scales are missing or not aligned to 4 bytes");
@@ -179,7 +181,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
                      "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16]; rows of "
-                     "i2 then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of "
+                     "i2 and lookup then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of "
                      "lookup; exact: of lookup, where every group has n non-zeros.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
            "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32,
@@ -190,7 +192,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def(
           "__init__",
           [](Table* self, const Matrix& m) {
-            require(m.in_strips(), "a table of ternary weights is i2 with group scales");
+            require(m.in_strips() && m.format == WeightFormat::i2, "a table of ternary weights is i2 with group scales");
             new (self) Table{TableType::i2, m.rows, m.columns, m.row_stride, m.data, nullptr, m.group, m.scale_type,
                              m.group_scales};
           },

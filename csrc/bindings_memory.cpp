@@ -65,8 +65,9 @@ Report report(const Loaded& loaded) {
 Report repack_matrix(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   require(out.format != WeightFormat::int8 && out.format != WeightFormat::int4,
           "the format is not one of ternary weights");
+  const bool is_any = out.group != 0 && out.format == WeightFormat::lookup;
   require(out.rows == stored.rows && out.columns == stored.columns &&
-              out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m,
+              (is_any || (out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m)),
           "the matrix has another shape or pattern than the stored one");
   return report(repack(kernels, pool, stored, out));
 }

@@ -92,7 +92,12 @@ class Repacking {
     if (damage != nullptr) return damage;
     if (out_.pattern.exact && !stored_.pattern.exact && !has_full_groups(digits)) return bad_count;
     if (out_.in_strips()) {
-      encode_strip_row(digits, stored_.columns, to - index % strip_rows * (out_.row_stride - 4));
+      to -= index % strip_rows * (out_.row_stride - 4);
+      if (out_.format == WeightFormat::i2) {
+        encode_strip_row(digits, stored_.columns, to);
+      } else {
+        lookup::encode_strip_row(digits, stored_.columns, out_.group, to);
+      }
     } else if (out_.format == WeightFormat::lookup) {
       const int in_strip = int(index % strip_rows_);
       lookup::encode_row(out_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);

@@ -12,6 +12,11 @@
 //     four rows in three vectors.
 //   all others: a code of 5 bits is columns j, j + 64 and j + 128 of a block of 192 in base 3: 1.67 bits.
 //
+// With group scales, of 64 weights or more, all are the last one, in strips of sixteen rows as i2 (matmul.h): byte
+// 4 i + j of a vector is row i and a column c + j, c a multiple of 4. What are eight rows above are eight vectors of
+// codes here, numbered along the blocks. Of three groups each vector v holds the columns 4v to 4v + 3, the first
+// group's lowest. Each of up to two last groups has blocks of its own, where v holds the columns 12v to 12v + 11.
+//
 // Padding columns hold -1, which is 0 after adding 1, so that any activation is allowed there; if every
 // code is a state, they hold any weights and the activations there are zero.
 
@@ -105,6 +110,24 @@ constexpr const Layout& layout_of(packed::Pattern pattern) {
 }
 constexpr const Shape& shape_of(packed::Pattern pattern) { return layout_of(pattern).shape; }
 
+// Blocks of three groups of a strip with group scales, or of one that has its own.
+constexpr std::int64_t strip_blocks(std::int64_t group, bool is_shared) {
+  return is_shared ? group / 32 : packed::divide_up(group, 96);
+}
+
+// Where a column of a strip with group scales lies.
+struct StripPlace {
+  std::int64_t block;
+  int vector, digit;
+};
+constexpr StripPlace strip_place(std::int64_t columns, std::int64_t group, std::int64_t column) {
+  const std::int64_t g = column / group, words = column % group / 4;
+  const bool is_shared = g / 3 * 3 + 3 <= columns / group;
+  const std::int64_t vector = is_shared ? words : words / 3;
+  const std::int64_t before = g / 3 * strip_blocks(group, true) + (is_shared ? 0 : g % 3 * strip_blocks(group, false));
+  return {before + vector / 8, int(vector % 8), int(is_shared ? g % 3 : words % 3)};
+}
+
 // Reads, then writes, the code of a row of a strip at byte j of a block; other rows are unchanged.
 constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, int j) {
   const Places& places = shape.places(row);
@@ -116,14 +139,15 @@ constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, in
   return code;
 }
 
-// Of a whole block.
-inline void set_codes(const Shape& shape, std::uint8_t* block, int row, const std::uint8_t* codes) {
+// Of `count` bytes from `block` on.
+inline void set_codes(const Shape& shape, std::uint8_t* block, int row, const std::uint8_t* codes,
+                      int count = block_codes) {
   const Places& places = shape.places(row);
   for (int i = 0; i < places.count; ++i) {
     const Field field = places.fields[i];
     const int mask = ((1 << field.width) - 1) << field.from, up = field.from - field.to;
     std::uint8_t* bytes = block + field.vector * block_codes;
-    for (int j = 0; j < block_codes; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | (codes[j] << up & mask));
+    for (int j = 0; j < count; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | (codes[j] << up & mask));
   }
 }
 
@@ -159,6 +183,25 @@ inline void encode_row(packed::Pattern pattern, const std::uint8_t* digits, std:
     }
     set_codes(shape, strip, row, codes);
     strip += shape.vectors() * block_codes;
+  }
+}
+
+// Writes a row of a strip with group scales, whose first bytes are at `to`, from its weights plus one.
+inline void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::int64_t group, std::uint8_t* to) {
+  constexpr int factors[] = {1, 3, 9};
+  for (std::int64_t g = 0; g < columns / group;) {
+    const bool is_shared = g + 3 <= columns / group;
+    std::uint8_t codes[8][8][4] = {};  // [blocks, vectors, columns]
+    const std::int64_t first = g * group, blocks = strip_blocks(group, is_shared);
+    const std::int64_t at = strip_place(columns, group, first).block;
+    g += is_shared ? 3 : 1;
+    for (std::int64_t c = first; c < g * group; ++c) {
+      const StripPlace place = strip_place(columns, group, c);
+      codes[place.block - at][place.vector][c % 4] += std::uint8_t(digits[c] * factors[place.digit]);
+    }
+    for (std::int64_t b = 0; b < blocks; ++b, to += triples.vectors() * block_codes) {
+      for (int v = 0; v < 8; ++v) set_codes(triples, to, v, codes[b][v], 4);
+    }
   }
 }
 

@@ -137,6 +137,13 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
 }
 
 int Matrix::strip_code(std::int64_t row, std::int64_t column) const {
+  if (format == WeightFormat::lookup) {
+    const lookup::StripPlace place = lookup::strip_place(columns, group, column);
+    const std::int64_t block = place.block * lookup::triples.vectors() * lookup::block_codes;
+    const std::uint8_t* at = data + row / strip_rows * strip_rows * row_stride + block;
+    const int code = lookup::code_at(lookup::triples, at, place.vector, int(row % strip_rows * 4 + column % 4));
+    return lookup::layout_of(pattern).digits[place.digit][code] - 1;
+  }
   const std::uint8_t* words = data + row / strip_rows * strip_rows * row_stride + row % strip_rows * 4;
   const std::uint8_t byte = words[column / strip_columns * 64 + column % 4];
   return (byte >> (column % strip_columns / 4 * 2) & 3) - 1;

@@ -18,8 +18,7 @@ namespace sparse_bitnet {
 // strips of 16 rows follow each other, 16 row_stride bytes apart, the last one filled up with rows of any
 // codes. 64 bytes of a strip hold 16 columns c, c + 1, ...: 32-bit word i is of row i, and its byte j holds
 // in bits 2p and 2p + 1 weight c + 4p + j, plus one.
-// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes; one
-// scale a matrix or a row.
+// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes.
 // int8 and int4 are for the embedding and the output head.
 //   int8: one byte a weight, two's complement, float scale [rows]; at most most_int8_columns.
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
@@ -56,7 +55,7 @@ struct Matrix {
 
   // Number of columns whose sum has a scale of its own; 0 if all columns share one.
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
-  bool in_strips() const { return format == WeightFormat::i2 && group != 0; }
+  bool in_strips() const { return group != 0 && format != WeightFormat::b3; }
   // Of a matrix in strips the code, and of one with groups the scale, of a place.
   int strip_code(std::int64_t row, std::int64_t column) const;
   float group_scale(std::int64_t row, std::int64_t index) const;

@@ -244,7 +244,56 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   }
 }
 
-// The same for strips of rows [begin, end).
+// sums of a strip of lookup and of one token. Where a vector is the whole strip, every other of codes has sums of its
+// own, so that none waits for the one before.
+TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
+                                     const GroupSums& of, std::int64_t token, float* sums) {
+  using Planes = TriplePlanes;
+  constexpr int of_strip = 64 / VECTOR_BYTES, chains = of_strip > 1 ? 1 : 2, digits = Planes::count;
+  const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
+  const std::int64_t scale = scale_index(matrix, row), groups = of.in_row;
+  const std::uint8_t* block = matrix.data + row * matrix.row_stride;
+  Floats total[of_strip] = {};
+  for (std::int64_t g = 0; g < groups;) {
+    const bool is_shared = g + digits <= groups;
+    const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
+    const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
+    Small small[of_strip][digits][chains] = {};
+    NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b) {
+      UNROLL for (int i = 0; i < Planes::shape.vectors(); ++i) prefetch(block + i * block_bytes);
+      UNROLL for (int v = 0; v < Planes::rows; ++v, codes_at += step) {
+        Bytes four[digits];
+        UNROLL for (int p = 0; p < digits; ++p) four[p] = repeat4(codes_at + p * apart);
+        UNROLL for (int h = 0; h < of_strip; ++h) {
+          const Bytes codes = Planes::codes(block + h * VECTOR_BYTES, v);
+          UNROLL for (int p = 0; p < digits; ++p) {
+            Small& sum = small[h][p][v % chains];
+            sum = dot_codes(sum, Planes::next(layout, codes, p), four[p]);
+          }
+        }
+      }
+      block += Planes::shape.vectors() * block_bytes;
+    }
+    Sums dots[of_strip][digits] = {};
+    UNROLL for (int h = 0; h < of_strip; ++h) {
+      UNROLL for (int p = 0; p < digits; ++p) {
+        Sums& sum = dots[h][is_shared ? p : 0];
+        UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[h][p][k]);
+      }
+    }
+    for (int p = 0; p < (is_shared ? digits : 1); ++p, ++g) {
+      UNROLL for (int h = 0; h < of_strip; ++h) {
+        Floats value = __builtin_convertvector(dots[h][p] - of.excess(token, 0, g), Floats);
+        value *= scales_at<Floats>(matrix, scale + g * strip_rows + h * row_lanes);
+        if (of.activation_scales) value *= of.activation_scales[token * groups + g];
+        total[h] += value;
+      }
+    }
+  }
+  UNROLL for (int h = 0; h < of_strip; ++h) store(sums + h * row_lanes, total[h]);
+}
+
+// strip_sums for strips of rows [begin, end).
 template <int T>
 INLINE void strips_sums(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                         const GroupSums& of, std::int64_t token, float* sums) {

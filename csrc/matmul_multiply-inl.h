@@ -201,7 +201,8 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
       return;
     }
   }
-  const bool tiles = x.tokens >= (matrix.in_strips() ? strip_tile_from
+  const bool of_i2 = format == WeightFormat::i2;
+  const bool tiles = x.tokens >= (matrix.group && of_i2 ? strip_tile_from
                                   : matrix.group     ? group_tile_from
                                                      : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
@@ -224,6 +225,13 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   } else if (tiles) {
     tile_piece(matrix, begin, end, x, fine, scratch);
     offset = is_int8 ? 128 : 1;
+  } else if (matrix.in_strips() && !of_i2) {
+    const GroupSums of(matrix, x, group_sums);
+    for (std::int64_t r = begin; r < end; r += strip_rows) {
+      for (std::int64_t t = 0; t < x.tokens; ++t) {
+        lookup_strip_sums(matrix, r, x, of, t, sums + t * max_rows_a_call + (r - begin));
+      }
+    }
   } else if (matrix.in_strips()) {
     const GroupSums of(matrix, x, group_sums);
 #define STRIP_SUMS(T) strips_sums<T>(matrix, begin, end, x, of, t, sums + t * max_rows_a_call);

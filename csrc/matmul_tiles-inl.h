@@ -130,6 +130,30 @@ INLINE void unpack_strip(const Matrix& matrix, std::int64_t row, std::int64_t be
   }
 }
 
+// The same of lookup; `begin` is the first of three groups.
+INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
+                                std::uint8_t* tile) {
+  const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
+  const std::int64_t group = matrix.group, first = lookup::strip_place(matrix.columns, group, begin).block;
+  const std::uint8_t* block = matrix.data + row / strip_rows * strip_rows * matrix.row_stride + row % strip_rows * 4 +
+                              first * TriplePlanes::shape.vectors() * block_bytes;
+  for (std::int64_t c = 0; c < count;) {
+    const bool is_shared = begin + c + 3 * group <= matrix.columns;
+    const std::int64_t step = is_shared ? 4 : 12, apart = is_shared ? group : 4;
+    const std::int64_t vectors = packed::divide_up(group, step);
+    for (std::int64_t v = 0; v < lookup::strip_blocks(group, is_shared) * TriplePlanes::rows; ++v) {
+      const Bytes codes = TriplePlanes::codes(block, int(v % TriplePlanes::rows));
+      UNROLL for (int p = 0; p < TriplePlanes::count; ++p) {
+        const std::int64_t column = v * step + p * apart;
+        if (v >= vectors || (!is_shared && column >= group)) continue;
+        store_word(tile, c + column, TriplePlanes::next(layout, codes, p));
+      }
+      if (v % TriplePlanes::rows == TriplePlanes::rows - 1) block += TriplePlanes::shape.vectors() * block_bytes;
+    }
+    c += is_shared ? 3 * group : group;
+  }
+}
+
 INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count,
                         std::uint8_t* tile) {
   for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
@@ -196,6 +220,9 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
                                                          std::int64_t end, std::int64_t column,
                                                          std::int64_t count, std::int64_t to_next,
                                                          std::uint8_t* tile) {
+  if (matrix.in_strips() && matrix.format == WeightFormat::lookup) {
+    return unpack_lookup_strip(matrix, begin, column, count, tile);
+  }
   if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {

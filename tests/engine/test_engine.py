@@ -230,6 +230,26 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
         Engine.load(qwen, activations="group")
 
 
+@pytest.mark.parametrize("group", [64, 128])
+def test_lookup_with_group_scales_gives_the_bits_of_i2(tmp_path: Path, group: int) -> None:
+    write_random_model(tmp_path / "model", "qwen2.5-30m", NMPattern(6, 8), scale_group=group)
+    logits = []
+    for weight_format in ("i2", "lookup"):
+        engine = Engine.load(tmp_path / "model", weight_format=weight_format, **EXACT)
+        assert engine.weight_format == weight_format
+        sequence = engine.new_sequence()
+        (step,) = engine.forward([(sequence, TOKENS[:1])])
+        logits.append(np.vstack([step, all_logits(engine, TOKENS)]))
+        engine.close()
+    assert np.array_equal(*logits)
+
+
+def test_lookup_refuses_scales_per_32_weights(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "model", "qwen2.5-0.3m", NMPattern(8, 8), scale_group=32)
+    with pytest.raises(UserError, match="lookup does not support scales per 32 weights: use i2"):
+        Engine.load(tmp_path / "model", weight_format="lookup")
+
+
 def test_sequences_fork_and_batch_like_separate_ones(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=1, cache_tokens=256)
     assert (engine.vocab_size, engine.context_length, engine.free_tokens) == (96, 256, 256)

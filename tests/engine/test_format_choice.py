@@ -27,7 +27,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
     """Patterns that were measured; i2 wins but is close to b3."""
     measured: list[NMPattern] = []
 
-    def measure(pattern: NMPattern, *_: object, exact: bool) -> dict[str, float]:
+    def measure(pattern: NMPattern, *_: object, exact: bool, group: int) -> dict[str, float]:
         measured.append(pattern)
         return {"i2": 1.0, "b3": 1.01, "lookup": 1.5}
 
@@ -45,6 +45,18 @@ def test_every_supported_format_is_measured(cache: Path) -> None:
     seconds = weights.measure_formats(NMPattern(6, 8), pool, best)
     looks_up = best.isa in ("amx_int8", "avx512vbmi", "i8mm", "neon")
     assert ("lookup" in seconds) == looks_up
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_formats_are_measured_with_the_scales_of_groups(cache: Path, group: int) -> None:
+    pool, dense = _cpu.ThreadPool(1), NMPattern(1, 1)
+    for isa in _cpu.supported_isas():
+        kernels = _cpu.Kernels.choose(isa)
+        seconds = weights.measure_formats(dense, pool, kernels, group=group)
+        assert ("lookup" in seconds) == (group > 32 and isa != "generic")
+    weights.choose_format(dense, pool, GENERIC, group=group)
+    (key,) = json.loads(cache.read_text())
+    assert key.endswith(f"| 1:1 | scales per {group}")
 
 
 def test_the_choice_is_measured_once(cache: Path, measurements: list[NMPattern]) -> None:

@@ -95,7 +95,7 @@ class Weights:
             self.arranged = padded.view(-1, 16, groups).transpose(1, 2).contiguous()
             group, scale_type = columns // groups, str(padded.dtype).removeprefix("torch.")
             scales = self.arranged.data_ptr()
-            if self.format == "i2":
+            if self.format in ("i2", "lookup"):
                 self.strips = aligned(-(-rows // 16) * 16 * self.stride + 64, np.uint8)
                 data = self.strips.ctypes.data
         matrix = _cpu.Matrix(
@@ -274,14 +274,15 @@ def test_products_of_full_groups_equal_the_reference_bit_for_bit(kernels, text):
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
-@pytest.mark.parametrize("format", ["i2", "b3"])
+@pytest.mark.parametrize("format", ["i2", "b3", "lookup"])
 def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, format, group):
     generator = np.random.default_rng(6)
     pool = _cpu.ThreadPool(2)
     dtypes = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
-    pattern = NMPattern(6, 8)
-    for rows, columns in [(1, 256), (13, 1280), (70, 896), (33, 2816), (9, 5 * 320 + 256 + 64)]:
-        if columns <= group or (group and columns % group):
+    pattern = NMPattern(6, 8) if format != "lookup" else NMPattern(1, 1)
+    shapes = [(1, 256), (13, 1280), (70, 896), (33, 2816), (9, 5 * 320 + 256 + 64), (18, 768)]
+    for rows, columns in shapes:
+        if columns <= group or (group and columns % group) or (format == "lookup" and group == 32):
             continue
         for tokens in (1, 3, 5, 20, 37):
             shape = (rows, columns // group if group else 1)

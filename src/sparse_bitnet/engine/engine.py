@@ -12,10 +12,11 @@ from sparse_bitnet.engine.architecture import HUNYUAN, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import FORMATS, Weights, choose_format, choose_head
+from sparse_bitnet.engine.weights import FORMATS, LOOKUP_GROUPS, Weights, choose_format, choose_head
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
+from sparse_bitnet.pattern import NMPattern
 
 _LARGEST_OF_KEYS = 16.0
 """Bias or norm; the numbers of a head share a scale, whose 127 steps are an eighth each up to here."""
@@ -162,16 +163,20 @@ def _weight_format(
     model: EngineModel, asked: str, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
 ) -> str:
     """Return the key of `FORMATS` for an option. Raises `UserError` if the model does not support it."""
-    has_groups = model.scale_groups() != {0}
+    groups = model.scale_groups() - {0}
+    unsupported = groups - {*LOOKUP_GROUPS}
     if asked == "auto":
-        pattern = model.metadata.pattern
-        return "i2" if has_groups else choose_format(pattern, pool, kernels, exact=model.exact)
+        if unsupported:
+            return "i2"
+        if groups:  # lookup then knows no pattern
+            return choose_format(NMPattern(1, 1), pool, kernels, group=min(groups))
+        return choose_format(model.metadata.pattern, pool, kernels, exact=model.exact)
     name = model.metadata.packed_format if asked == "stored" else asked
     if name not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"--weight-format {name} exists only in files: choose one of {known}")
-    if name == "lookup" and has_groups:
-        raise UserError("--weight-format lookup does not support scales per group: use i2")
+    if name == "lookup" and unsupported:
+        raise UserError("--weight-format lookup does not support scales per 32 weights: use i2")
     return name
 
 

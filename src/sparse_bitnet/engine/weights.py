@@ -44,6 +44,9 @@ COLUMNS = 3840
 _REPEATS = 6
 _SECONDS = 2.0
 """No round begins after this long, so that slow kernels do not hold up the first start."""
+LOOKUP_GROUPS = (64, 128, 256)
+"""Numbers of weights per scale that lookup supports, besides a row and more."""
+_DENSE = NMPattern(1, 1)
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
 _TIE = 1.02
 """Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
@@ -72,21 +75,30 @@ def choose_head(model: EngineModel, head: str) -> str:
 
 
 def choose_format(
-    pattern: NMPattern, pool: _cpu.ThreadPool, kernels: _cpu.Kernels, *, exact: bool = False
+    pattern: NMPattern,
+    pool: _cpu.ThreadPool,
+    kernels: _cpu.Kernels,
+    *,
+    exact: bool = False,
+    group: int = 0,
 ) -> str:
     """Return the run-time format in which `pool` multiplies one token fastest, measured now or earlier.
 
-    `exact`: every group of weights has n non-zeros.
+    Args:
+        pattern, pool, kernels: as for `measure_formats`.
+        exact: every group of weights has n non-zeros.
+        group: number of weights that share a scale; 0: a row or more.
     """
     processor = cpu_info().get("model name") or platform.processor()
     coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
-    key = f"{__version__} | {processor} | {kernels.isa} | {pool.threads} threads | {coded}"
+    scaled = f" | scales per {group}" if group else ""
+    key = f"{__version__} | {processor} | {kernels.isa} | {pool.threads} threads | {coded}{scaled}"
     path, known = cache_folder() / "formats.json", {}
     with suppress(OSError, ValueError, TypeError, RecursionError):
         known = dict(json.loads(path.read_text(encoding="utf-8")))
     if (choice := known.get(key)) in tuple(FORMATS):
         return str(choice)
-    seconds = measure_formats(pattern, pool, kernels, exact=exact)
+    seconds = measure_formats(pattern, pool, kernels, exact=exact, group=group)
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
     best = min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
@@ -103,12 +115,17 @@ def measure_formats(
     kernels: _cpu.Kernels,
     *,
     exact: bool = False,
+    group: int = 0,
     size: int | None = None,
 ) -> dict[str, float]:
     """Return the seconds that a weight takes in every format that supports the pattern, the least of
     several interleaved measurements.
 
-    `size`: bytes of the weights; by default more than caches hold. Smaller weights are read repeatedly.
+    Args:
+        pattern, exact: of the weights.
+        pool, kernels: measured.
+        group: number of weights that share a float16 scale; 0: all.
+        size: bytes of the weights; by default more than caches hold. Smaller weights are read repeatedly.
     """
     size = size or _BYTES
     coded = coded_pattern(pattern)
@@ -125,9 +142,12 @@ def measure_formats(
     )
     kernels.quantize(pool, x.ctypes.data, activations)
     products: dict[str, Any] = {}
-    weights, outputs = {}, []
+    weights: dict[str, int] = {}
+    outputs: list[np.ndarray] = []
     # lookup needs an instruction set with 64-byte table lookups, and whole groups in the columns.
     looks_up = kernels.isa in _LOOK_UP and COLUMNS % coded.m == 0
+    if group:
+        looks_up = group in LOOKUP_GROUPS and kernels.isa != "generic"
     for name, format in FORMATS.items():
         if name == "lookup" and not looks_up:
             continue
@@ -136,9 +156,15 @@ def measure_formats(
         y = np.empty(rows, np.float32)
         outputs.append(y)
         weights[name] = rows * COLUMNS
+        scaled: dict[str, Any] = {}
+        if group:
+            outputs.append(np.full(rows * COLUMNS // group, 0.5, np.float16))
+            kind = _cpu.ScaleType.float16
+            scaled = {"scales": outputs[-1].ctypes.data, "group": group, "scale_type": kind}
         matrix = _cpu.Matrix(
             *(format, coded.n, coded.m, rows, COLUMNS, stride, memory.address),
             exact=exact and name == "lookup",
+            **scaled,
         )
         products[name] = _cpu.Product(matrix, 0, y.ctypes.data, rows)
     seconds = dict.fromkeys(products, float("inf"))
@@ -253,14 +279,13 @@ class Weights:
 
     def _ternary_table(self, name: str, shape: tuple[int, int]) -> tuple[_cpu.Table, int]:
         """Return a table of i2 rows [rows, columns] with scales of groups, and its bytes with these."""
-        dense = NMPattern(1, 1)
         rows, columns = shape
         group = columns // self._model.file.entries[f"{name}_scale"].shape[1]
-        stride = row_stride("i2", dense, columns, False)
+        stride = row_stride("i2", _DENSE, columns, False)
         buffer = self._buffer(_in_strips(rows) * stride)
         scales = self._scales(f"{name}_scale", shape, group)
         matrix = _cpu.Matrix(FORMATS["i2"], 1, 1, *shape, stride, buffer.address, **scales)
-        self._fill(name, "i2", dense, matrix, shape)
+        self._fill(name, "i2", _DENSE, matrix, shape)
         return _cpu.Table(matrix), rows * stride + self.kept[-1].nbytes
 
     def _vector(self, name: str) -> np.ndarray:
@@ -279,11 +304,12 @@ class Weights:
         """Return the matrices of the blocks by name, in a format of `FORMATS`, and their total bytes,
         with scales of rows and groups."""
         model, sizes = self._model, self._model.architecture
-        pattern = coded_pattern(model.metadata.pattern)
         stored = model.metadata.packed_format, model.metadata.pattern
-        exact = model.exact and weight_format == "lookup"
+        is_grouped = weight_format == "lookup" and model.scale_groups() != {0}
+        pattern = _DENSE if is_grouped else coded_pattern(model.metadata.pattern)
+        exact = model.exact and weight_format == "lookup" and not is_grouped
         bytes_of_all = sum(
-            _in_strips(rows) * row_stride(weight_format, pattern, columns, model.exact)
+            _in_strips(rows) * row_stride(weight_format, pattern, columns, exact)
             for layer in range(sizes.layers)
             for rows, columns in sizes.linear_shapes(layer).values()
         )
@@ -293,7 +319,7 @@ class Weights:
             linears, shapes = sizes.linears(layer), sizes.linear_shapes(layer)
             for key, linear in linears.items():
                 name, shape = f"model.layers.{layer}.{linear}", shapes[linear]
-                stride = row_stride(weight_format, pattern, shape[1], model.exact)
+                stride = row_stride(weight_format, pattern, shape[1], exact)
                 # The smallest group of all matrices with the same input; 0 for no groups.
                 beside = next(keys for keys in ONE_INPUT if key in keys)
                 groups = [model.scale_group(layer, linears[k]) for k in beside if k in linears]
