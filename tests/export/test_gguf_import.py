@@ -22,6 +22,7 @@ from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.cli.evaluate import main as evaluate
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
@@ -390,6 +391,8 @@ def test_an_ordinary_file_is_a_start_and_a_teacher(tmp_path: Path, family: str, 
     assert sparse_layers(student).keys() == linear_shapes(own).keys() - {"lm_head"}
     Teacher(path, torch.float32, torch.device("cpu"), SIZES["vocab_size"])
     assert len(fingerprint(str(path))) == 16
+    with pytest.raises(UserError, match="unknown kind of file"):  # it reads the text
+        evaluate([str(path), "--data", __file__])
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,11 @@ def test_evaluate_scores_answers_as_training_does(
             reports.append(json.loads(out.read_text()))
             assert reports[-1]["tokens"] == learnt
         assert reports[1]["mean_nll"] == pytest.approx(reports[0]["mean_nll"], rel=1e-3)
+    out = tmp_path / "both.json"
+    evaluate([config.out, config.init, "--data", str(rows), "--chat", "--out", str(out)])
+    both = json.loads(out.read_text())
+    assert [each["context_length"] for each in both] == [64, 64]
+    assert both[0]["mean_nll"] < both[1]["mean_nll"] - 0.1
     rows.write_text('{"messages": []}')
     with pytest.raises(UserError, match="no message of the assistant"):
         evaluation(config.out, rows, chat=True)

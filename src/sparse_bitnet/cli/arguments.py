@@ -185,7 +185,7 @@ def parse(
             groups[each.group] = parser.add_argument_group(each.group)
         group = parser if each.is_place else groups[each.group]
         each.add_to(group, short.get(each.shown), _help_text(each) if is_help else "")
-    names = [each.shown for each in known] + [
+    names = [each.shown.removesuffix(" ...") for each in known] + [
         f"--no-{e.shown[2:]}" for e in known if e.kind is bool
     ]
     readable = {"--help", *names, *(short.get(name, name) for name in names)}

@@ -6,11 +6,10 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 """
 
 import json
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparse_bitnet.cli.arguments import APPENDED, CheckpointArgument, command
+from sparse_bitnet.cli.arguments import APPENDED, command
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 from sparse_bitnet.files import check_new_file
 
@@ -57,7 +56,7 @@ class EvaluateConfig:
     """Score only the first N questions of each task. Default: all."""
 
     context_length: int | None = None
-    """Context length in tokens. Default: as in training, or 2048."""
+    """Context length in tokens. Default: as in training of the first model, or 2048."""
 
     batch_size: int = 8
     """Sequences per forward pass."""
@@ -109,12 +108,13 @@ class EvaluateConfig:
 
 
 @command("evaluate")
-def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
+def main(checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."], config: EvaluateConfig) -> None:
     """Measure perplexity on held-out text, exactly, over all its tokens; with --tasks, measure
     accuracy on lm-eval's tasks instead.
 
     Args:
-        checkpoint: Run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
+        checkpoints: Run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
+            Several, such as a student and its teacher, are compared in one table.
         config: text or tasks to score, and the settings.
     """
     if bool(config.tasks) == bool(config.data):
@@ -122,17 +122,20 @@ def main(checkpoint: CheckpointArgument, config: EvaluateConfig) -> None:
     if config.out:
         check_new_file(config.out)
     from sparse_bitnet.checkpoint.model_folder import is_gguf
+    from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
     from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.files import write_atomic
     from sparse_bitnet.generation.open_model import runnable_folder
 
-    names_gguf = re.search(r"\.gguf(@[^/]*)?$", checkpoint) or is_gguf(checkpoint)
-    if config.engine == "cpu" or names_gguf:
-        checkpoint = runnable_folder(checkpoint, EngineOptions())
-    engine = _engine_options(checkpoint, config)
+    names = list(map(resolve_checkpoint, checkpoints))
+    for place, name in enumerate(names):
+        if config.engine == "cpu" or (is_gguf(name) and find_checkpoint(name).kind != "dense"):
+            names[place] = runnable_folder(name, EngineOptions())
+    engines = {name: _engine_options(name, config) for name in names}
     run = _score_tasks if config.tasks else _score_text
-    result = run(checkpoint, config, engine)
+    results = run(engines, config)
     if config.out:
+        result = results if len(results) > 1 else results[0]
         write_atomic(config.out, json.dumps(result, indent=2) + "\n")
 
 
@@ -141,7 +144,6 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
     """
-    from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
     from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.generation.open_model import why_not_cpu
 
@@ -150,7 +152,7 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
         device=config.device,
         **{name: getattr(config, name) for name in _ENGINE_FIELDS},
     )
-    why = why_not_cpu(resolve_checkpoint(checkpoint), options)
+    why = why_not_cpu(checkpoint, options)
     if config.precision == "bf16":
         why = "it computes in float32"
     if why is None:
@@ -159,32 +161,30 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
     return None
 
 
-def _score_tasks(
-    checkpoint: str, config: EvaluateConfig, engine: "EngineOptions | None"
-) -> dict[str, Any]:
-    """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's result."""
+def _score_tasks(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's results."""
     from sparse_bitnet.checkpoint.model_folder import read_config
     from sparse_bitnet.evaluation.harness import evaluate_tasks
 
-    if engine is not None:
-        positions = read_config(checkpoint).get("max_position_embeddings", 2048)
-        room = config.batch_size * min(positions, _TASK_TOKENS)
-        engine = replace(engine, cache_tokens=max(positions, room))
     options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TASKS)}
-    results = evaluate_tasks(checkpoint, config.tasks, engine=engine, **options)
-    from lm_eval.utils import make_table
+    results = []
+    for checkpoint, engine in engines.items():
+        if engine is not None:
+            positions = read_config(checkpoint).get("max_position_embeddings", 2048)
+            room = config.batch_size * min(positions, _TASK_TOKENS)
+            engine = replace(engine, cache_tokens=max(positions, room))
+        results.append(evaluate_tasks(checkpoint, config.tasks, engine=engine, **options))
+        from lm_eval.utils import make_table
 
-    print(make_table(results))
+        print(make_table(results[-1]))
     return results
 
 
-def _score_text(
-    checkpoint: str, config: EvaluateConfig, engine: "EngineOptions | None"
-) -> dict[str, Any]:
-    """Evaluate perplexity with a progress bar and print it; returns the result as JSON holds it."""
+def _score_text(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Evaluate perplexity with a progress bar and print it; returns the results as JSON holds them."""
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from sparse_bitnet.evaluation.perplexity import evaluate
     from sparse_bitnet.progress import Progress
@@ -192,25 +192,27 @@ def _score_text(
     assert config.data is not None
     console = Console(markup=False)
     options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TEXT)}
+    results = []
     with Progress(console) as progress:
-        on_batch = progress.line("scoring", "tokens")
-        result = evaluate(checkpoint, config.data, engine=engine, on_batch=on_batch, **options)
+        for name, engine in engines.items():
+            on_batch = progress.line("scoring", "tokens")
+            results.append(evaluate(name, config.data, engine=engine, on_batch=on_batch, **options))
+            options["context_length"] = results[0].context_length  # else each as it was trained
     rows = {
-        "checkpoint": result.checkpoint,
-        "format": result.format,
-        "data": result.data,
-        "perplexity": f"{result.perplexity:.4f}",
-        "mean loss": f"{result.mean_nll:.6f} nats per token",
-        "tokens": f"{result.tokens:,}",
-        "context": f"{result.context_length} tokens",
-        "computed in": f"{result.precision} on {result.device}",
+        "checkpoint": "{0.checkpoint}",
+        "format": "{0.format}",
+        "data": "{0.data}",
+        "perplexity": "{0.perplexity:.4f}",
+        "mean loss": "{0.mean_nll:.6f} nats per token",
+        "tokens": "{0.tokens:,}",
+        "context": "{0.context_length} tokens",
+        "computed in": "{0.precision} on {0.device}",
     }
-    if result.bits_per_byte is not None:
-        rows["bits per byte"] = f"{result.bits_per_byte:.4f} ({result.text_bytes:,} bytes)"
-    table = Table(box=box.SIMPLE, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value, style="bold" if name == "perplexity" else None)
+    if results[0].bits_per_byte is not None:
+        rows["bits per byte"] = "{0.bits_per_byte:.4f} ({0.text_bytes:,} bytes)"
+    columns = [Column(style="dim"), *(Column(overflow="fold") for _ in results)]
+    table = Table(*columns, box=box.SIMPLE, show_header=False)
+    for name, text in rows.items():
+        table.add_row(name, *map(text.format, results), style={"perplexity": "bold"}.get(name))
     console.print(table)
-    return result.to_dict()
+    return [each.to_dict() for each in results]
