@@ -65,7 +65,7 @@ std::int64_t Decoder::State::most_states() const {
 std::int64_t Decoder::State::wide_floats() const {
   const DeltaNetSizes& sizes = model.delta_net;
   const std::int64_t own_queries = model.gates_attention ? q_width : 0;
-  return std::max({q_rows() + 2 * kv_width + q_width + own_queries, 2 * model.intermediate, 2 * model.hidden,
+  return std::max({q_rows() + 2 * kv_width + q_width + own_queries, model.intermediate, 2 * model.hidden,
                    sizes.channels() + 2 * (sizes.values() + sizes.value_heads)});
 }
 

@@ -126,12 +126,11 @@ void Decoder::State::project_attended(const Block& block, std::int64_t tokens, f
 
 void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   const std::int64_t n = model.intermediate;
-  float *gate = wide.data(), *up = gate + tokens * n;
-  const Product products[] = {{&block.gate, nullptr, gate, n}, {&block.up, nullptr, up, n}};
+  float* gated = wide.data();
+  const Product products[] = {{&block.gate, nullptr, gated, n}, {&block.up, nullptr, gated, n, &model.activation}};
   multiply_normed(tokens, block.post_attention_norm, true, products, 2, block.linear_norms + 3);
   each_token(tokens, n, [&](std::int64_t token, int) {
-    float* x = gate + token * n;
-    kernels.vector.gated(model.activation, x, up + token * n, n);
+    float* x = gated + token * n;
     if (block.ffn_sub_norm) {
       kernels.vector.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
     }

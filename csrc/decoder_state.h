@@ -83,7 +83,7 @@ struct Decoder::State {
   std::int64_t capacity = 0;     // tokens the buffers hold
   AlignedVector<float> residual;  // [tokens, hidden]
   AlignedVector<float> delta;     // [tokens, hidden], to be added to the residual
-  AlignedVector<float> wide;      // q, k, v, attended; then gate, up
+  AlignedVector<float> wide;      // q, k, v, attended; then gate times up
   std::vector<AlignedVector<float>> row;  // per thread: one token between norm and quantisation
   ActivationBuffer hidden_codes, attended_codes, recalled_codes, gated_codes, head_codes;
   struct Angles {

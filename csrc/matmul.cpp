@@ -263,26 +263,35 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = group_sums(kernels, pool, x, group);
-  // Piece i of the group belongs to the product in whose range of pieces it lies.
-  std::int64_t pieces = 0;
-  for (int i = 0; i < count; ++i) pieces += packed::divide_up(products[i].matrix->rows, size);
-  auto body = [&](std::int64_t first, std::int64_t last, int) {
+  // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
+  // one before, so that y is in a cache.
+  const auto pieces_of = [&](const Product& product) {
+    return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, size);
+  };
+  const auto multiply = [&](const Product& product, std::int64_t begin, std::int64_t end) {
     MatmulScratch& scratch = thread_scratch();
+    for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
+      const Activations tokens = token_range(x, t, std::min(t + max_tokens_a_call, x.tokens));
+      Product part = product;
+      part.y += t * part.y_stride;
+      if (product.gated_by) part.y = scratch.gated - begin, part.y_stride = max_rows_a_call;
+      kernels.matmul.multiply(tokens, sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
+      for (std::int64_t i = 0; i < tokens.tokens && product.gated_by; ++i) {
+        kernels.vector.gated(*product.gated_by, product.y + (t + i) * product.y_stride + begin,
+                             scratch.gated + i * max_rows_a_call, end - begin);
+      }
+    }
+  };
+  std::int64_t pieces = 0;
+  for (int i = 0; i < count; ++i) pieces += pieces_of(products[i]);
+  auto body = [&](std::int64_t first, std::int64_t last, int) {
     for (std::int64_t piece = first; piece < last; ++piece) {
       std::int64_t index = piece;
       const Product* product = products;
-      while (index >= packed::divide_up(product->matrix->rows, size)) {
-        index -= packed::divide_up(product->matrix->rows, size);
-        ++product;
-      }
-      const std::int64_t begin = index * size;
-      const std::int64_t end = std::min(begin + size, product->matrix->rows);
-      for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
-        Product part = *product;
-        part.y += t * part.y_stride;
-        kernels.matmul.multiply(token_range(x, t, std::min(t + max_tokens_a_call, x.tokens)),
-                         sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
-      }
+      while (index >= pieces_of(*product)) index -= pieces_of(*product++);
+      const std::int64_t begin = index * size, end = std::min(begin + size, product->matrix->rows);
+      multiply(*product, begin, end);
+      if (++product < products + count && product->gated_by) multiply(*product, begin, end);
     }
   };
   pool.parallel_for_ranges(pieces, threads > 1 ? 1 : pieces, body);

@@ -109,6 +109,8 @@ struct Product {
   const float* bias;           // [rows] or null
   float* y;                    // [tokens, y_stride]
   std::int64_t y_stride;
+  // Of the last of a group, whose y is that of the product before: y = activation(y) times this product.
+  const Activation* gated_by = nullptr;
 };
 
 // y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (activation_scale[t] * scale) + bias[r], each

@@ -33,12 +33,13 @@ constexpr std::int64_t wide_column_block = 256;
 constexpr std::int64_t max_wide_tokens = 4;
 
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
-// activations in 16 bits, and sums.
+// activations in 16 bits, sums, and a product that is gated.
 struct MatmulScratch {
   alignas(64) std::uint8_t tile[max_rows_a_call * largest_column_block];
   alignas(64) float scales[max_rows_a_call * max_groups_a_block];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
   alignas(64) std::int32_t dots[2 * max_tokens_a_call * max_rows_a_call];
+  alignas(64) float gated[max_tokens_a_call * max_rows_a_call];
 };
 static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
 
