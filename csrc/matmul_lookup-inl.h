@@ -9,9 +9,8 @@ template <int WEIGHTS, int BITS, int TOKENS>
 struct LookupPlanes {
   static constexpr lookup::Shape shape = {WEIGHTS, BITS};
   static constexpr int count = WEIGHTS, rows = shape.rows(), tokens = TOKENS;
-  // Planes of neighbours hold every fourth column.
-  static constexpr int plane_step = shape.neighbours() ? VECTOR_BYTES : block_bytes;
-  static constexpr int vector_step = shape.neighbours() ? count * VECTOR_BYTES : VECTOR_BYTES;
+  // Columns from a code, and from a plane of `in_order`, to the next.
+  static constexpr int code_step = shape.neighbours() ? 4 : 1, plane_step = shape.neighbours() ? 4 : block_bytes;
 
   INLINE Bytes codes(const std::uint8_t* block, int row) {
     const lookup::Places& places = shape.places(row);
@@ -28,8 +27,22 @@ struct LookupPlanes {
   INLINE Bytes next(const lookup::Layout& layout, const Bytes& codes, int p) {
     return look_up<BITS>(lookup_table(layout.digits[p]), codes);
   }
+  // Planes of 32-bit words of four codes each, whose weights then are neighbours.
   INLINE void in_order(Bytes* planes) {
-    if constexpr (shape.neighbours()) interleave<4, std::uint8_t>(planes);
+    if constexpr (shape.neighbours()) {
+      Words w[4];
+      UNROLL for (int i = 0; i < 4; ++i) w[i] = bit_cast<Words>(planes[i]);
+      UNROLL for (int i = 0; i < 2; ++i) exchange<8, 0x00ff00ff>(w[2 * i], w[2 * i + 1]);
+      UNROLL for (int i = 0; i < 2; ++i) exchange<16, 0x0000ffff>(w[i], w[i + 2]);
+      UNROLL for (int i = 0; i < 4; ++i) planes[i] = bit_cast<Bytes>(w[i]);
+    }
+  }
+  // Exchanges the high halves of a's fields of 2 COUNT bits and the low ones of b's.
+  template <int COUNT, std::uint32_t LOW>
+  INLINE void exchange(Words& a, Words& b) {
+    const Words high = (a >> COUNT & LOW) | (b & ~LOW);
+    a = (a & LOW) | (b & LOW) << COUNT;
+    b = high;
   }
 };
 

@@ -179,36 +179,32 @@ INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_
   }
 }
 
-// Strips of lookup; up to a block more.
+// Strips of lookup; up to a block more. Codes are transposed, not weights.
 template <class Planes>
 INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
                           std::int64_t to_next, std::uint8_t* tile) {
   constexpr int block_columns = Planes::shape.block_columns(), block_size = Planes::shape.vectors() * block_bytes;
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   for (std::int64_t c = 0; c < count; c += block_columns) {
-    std::uint8_t unpacked[row_lanes][block_columns];
-    for (int i = 0; i < row_lanes; ++i) {
-      const std::int64_t in_strip = (row + i) % Planes::rows;
-      const std::uint8_t* block = matrix.data + (row + i - in_strip) * matrix.row_stride +
-                                  (begin + c) / block_columns * block_size;
-      if (in_strip == 0) {
-        UNROLL for (int j = 0; j < block_size; j += block_bytes) __builtin_prefetch(block + j + to_next, 0, 3);
-      }
-      for (int v = 0; v < block_vectors; ++v) {
-        const Bytes codes = Planes::codes(block + v * VECTOR_BYTES, int(in_strip));
-        Bytes planes[Planes::count];
-        UNROLL for (int p = 0; p < Planes::count; ++p) planes[p] = Planes::next(layout, codes, p);
-        Planes::in_order(planes);
-        UNROLL for (int p = 0; p < Planes::count; ++p) {
-          store(unpacked[i] + v * Planes::vector_step + p * Planes::plane_step, planes[p]);
-        }
-      }
-    }
-    for (int from = 0; from < block_columns; from += VECTOR_BYTES) {
+    for (int v = 0; v < block_vectors; ++v) {
       Bytes square[row_lanes];
-      for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(unpacked[i] + from);
+      UNROLL for (int i = 0; i < row_lanes; ++i) {
+        const int in_strip = row_lanes % Planes::rows == 0 ? i % Planes::rows : int(row + i) % Planes::rows;
+        const std::uint8_t* block = matrix.data + (row + i - in_strip) * matrix.row_stride +
+                                    (begin + c) / block_columns * block_size;
+        if (in_strip == 0 && v == 0) {
+          UNROLL for (int j = 0; j < block_size; j += block_bytes) __builtin_prefetch(block + j + to_next, 0, 3);
+        }
+        square[i] = Planes::codes(block + v * VECTOR_BYTES, in_strip);
+      }
       transpose_words(square);
-      for (int i = 0; i < row_lanes; ++i) store_word(tile, c + from + 4 * i, square[i]);
+      UNROLL for (int i = 0; i < row_lanes; ++i) {
+        Bytes planes[Planes::count];
+        UNROLL for (int p = 0; p < Planes::count; ++p) planes[p] = Planes::next(layout, square[i], p);
+        Planes::in_order(planes);
+        const std::int64_t column = c + Planes::code_step * (v * VECTOR_BYTES + 4 * i);
+        UNROLL for (int p = 0; p < Planes::count; ++p) store_word(tile, column + p * Planes::plane_step, planes[p]);
+      }
     }
   }
 }
