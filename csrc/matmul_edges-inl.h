@@ -61,9 +61,10 @@ TARGET static void quantize_token(const float* x, std::int64_t columns, std::int
 }
 
 // dots [tokens, row_step] of rows [begin, end), `offset` sums too high -> y.
-TARGET static void finish_ternary(const Activations& x, const Product& product, std::int64_t begin,
-                                  std::int64_t end, const std::int32_t* dots, std::int64_t row_step,
-                                  std::int32_t offset) {
+TARGET __attribute__((always_inline)) static inline void finish_ternary(const Activations& x, const Product& product,
+                                                                        std::int64_t begin, std::int64_t end,
+                                                                        const std::int32_t* dots,
+                                                                        std::int64_t row_step, std::int32_t offset) {
   const std::int64_t rows = end - begin;
   const float* bias = product.bias ? product.bias + begin : nullptr;
   for (std::int64_t t = 0; t < x.tokens; ++t) {

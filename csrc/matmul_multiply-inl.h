@@ -148,6 +148,8 @@ TARGET static void unit_piece(const Activations& x, const std::int32_t* group_su
       const std::int32_t* dots = scratch.dots + t * step + r;
       if (is_int8) {
         finish_int8(tokens, part, begin + r, begin + r + n, dots, max_rows_a_call, 128);
+      } else if (n == 2 * unit_tile) {  // a constant
+        finish_ternary(tokens, part, begin + r, begin + r + 2 * unit_tile, dots, max_rows_a_call, 1);
       } else {
         finish_ternary(tokens, part, begin + r, begin + r + n, dots, max_rows_a_call, 1);
       }
