@@ -112,9 +112,8 @@ const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
 }
 
 // Rows of a piece: few enough that the threads finish together, and whole cache lines of y.
-std::int64_t rows_a_piece(std::int64_t rows, int threads) {
-  const std::int64_t even = rows / (8 * threads) / 16 * 16;
-  return std::clamp<std::int64_t>(even, 16, max_rows_a_call);
+std::int64_t rows_a_piece(std::int64_t rows, std::int64_t pieces, std::int64_t most = max_rows_without_unit) {
+  return std::clamp<std::int64_t>(rows / pieces / 16 * 16, 16, most);
 }
 
 }  // namespace
@@ -249,7 +248,7 @@ void quantize(const Kernels& kernels, ThreadPool& pool, const float* x,
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
   Activations x = arranged(kernels, pool, given);
-  for (int i = 0; i < count && !x.quads; ++i) {
+  for (int i = 0; i < count && !x.quads && !x.tiles; ++i) {
     const Matrix& matrix = *products[i].matrix;
     const bool wanted = matrix.format == WeightFormat::lookup && lookup::shape_of(matrix.pattern).neighbours();
     if (wanted) x.quads = arranged_quads(pool, x);
@@ -259,7 +258,9 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t work = rows * x.columns * x.tokens;
   const int threads =
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
-  const std::int64_t size = rows_a_piece(rows, threads);
+  // Two products that meet in a piece share its part of the cache.
+  const std::int64_t most = count > 0 && products[count - 1].gated_by ? max_rows_a_call / 2 : max_rows_a_call;
+  const std::int64_t size = x.tiles ? rows_a_piece(rows, 4 * threads, most) : rows_a_piece(rows, 8 * threads);
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = group_sums(kernels, pool, x, group);
@@ -300,7 +301,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
 void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x,
                   std::int64_t tokens, std::int64_t x_stride, const Table& table, float* y,
                   std::int64_t y_stride) {
-  const std::int64_t size = rows_a_piece(table.rows, pool.threads());
+  const std::int64_t size = rows_a_piece(table.rows, 8 * pool.threads());
   pool.parallel_for_ranges(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
     kernels.matmul.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
   });

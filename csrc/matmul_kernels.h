@@ -11,9 +11,10 @@
 
 namespace sparse_bitnet {
 
-// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most.
+// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most: a matrix unit, which
+// the activations of so many tokens reach from beyond the L2 cache, takes more.
 constexpr std::int64_t max_tokens_a_call = 512;
-constexpr std::int64_t max_rows_a_call = 64;
+constexpr std::int64_t max_rows_a_call = 256, max_rows_without_unit = 64;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
 // tokens that it meets, then fit into the first cache.
