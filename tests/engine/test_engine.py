@@ -246,7 +246,7 @@ def test_lookup_with_group_scales_gives_the_bits_of_i2(tmp_path: Path, group: in
 
 def test_lookup_refuses_scales_per_32_weights(tmp_path: Path) -> None:
     write_random_model(tmp_path / "model", "qwen2.5-0.3m", NMPattern(8, 8), scale_group=32)
-    with pytest.raises(UserError, match="lookup does not support scales per 32 weights: use i2"):
+    with pytest.raises(UserError, match="lookup needs groups of 64 or more, or none: use i2"):
         Engine.load(tmp_path / "model", weight_format="lookup")
 
 

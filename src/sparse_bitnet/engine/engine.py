@@ -163,12 +163,12 @@ def _weight_format(
     model: EngineModel, asked: str, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
 ) -> str:
     """Return the key of `FORMATS` for an option. Raises `UserError` if the model does not support it."""
-    groups = model.scale_groups() - {0}
-    unsupported = groups - {*LOOKUP_GROUPS}
+    groups = model.scale_groups()
+    unsupported = groups != {0} and groups - {*LOOKUP_GROUPS}  # also where only some have groups
     if asked == "auto":
         if unsupported:
             return "i2"
-        if groups:  # lookup then knows no pattern
+        if groups != {0}:  # lookup then knows no pattern
             return choose_format(NMPattern(1, 1), pool, kernels, group=min(groups))
         return choose_format(model.metadata.pattern, pool, kernels, exact=model.exact)
     name = model.metadata.packed_format if asked == "stored" else asked
@@ -176,7 +176,7 @@ def _weight_format(
         known = ", ".join(FORMATS)
         raise UserError(f"--weight-format {name} exists only in files: choose one of {known}")
     if name == "lookup" and unsupported:
-        raise UserError("--weight-format lookup does not support scales per 32 weights: use i2")
+        raise UserError("--weight-format lookup needs groups of 64 or more, or none: use i2")
     return name
 
 
