@@ -67,7 +67,7 @@ def report(side: subprocess.Popen) -> tuple[float, float]:
     """Seconds and loss of the step that a side makes."""
     said = []
     for line in side.stderr:
-        if line.startswith("["):
+        if line[:1] == "[" and line[1:2].isdigit():
             return tuple(json.loads(line))
         said.append(line)
     raise SystemExit("".join(said))
