@@ -16,10 +16,7 @@ from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.pattern import NMPattern
 
-WEIGHT_FORMATS = {
-    "i2": _cpu.WeightFormat.i2,
-    "b3": _cpu.WeightFormat.b3,
-}
+WEIGHT_FORMATS = {"i2": _cpu.WeightFormat.i2, "b3": _cpu.WeightFormat.b3}
 
 
 def random_model(

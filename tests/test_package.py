@@ -94,11 +94,7 @@ host.limit_memory(1)
     ],
 )
 def test_available_cores_keep_to_the_quota_of_a_container(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: str,
-    files: dict[str, str],
-    cores: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], cores: int
 ) -> None:
     monkeypatch.setattr(host, "_processors", lambda: 64)
     monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")

@@ -165,15 +165,7 @@ def test_a_model_that_is_neither_preset_nor_packed_is_refused(
         (tmp_path / "config.json").write_text(config)
     out = tmp_path / "rows.jsonl"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "sparse_bitnet",
-            "bench",
-            str(tmp_path),
-            "--out",
-            str(out),
-        ],
+        [sys.executable, "-m", "sparse_bitnet", "bench", str(tmp_path), "--out", str(out)],
         capture_output=True,
         text=True,
     )

@@ -105,10 +105,7 @@ def test_writing_a_random_model_imports_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"preset": "qwen3"}, "not a preset"),
-        ({"pattern": NMPattern(3, 7)}, "not a multiple of 7"),
-    ],
+    [({"preset": "qwen3"}, "not a preset"), ({"pattern": NMPattern(3, 7)}, "not a multiple of 7")],
 )
 def test_refused_models_leave_no_files(tmp_path: Path, options: dict, words: str) -> None:
     arguments = {"preset": "tiny", "pattern": NMPattern(6, 8), **options}

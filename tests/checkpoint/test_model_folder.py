@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_bitnet.checkpoint.model_folder import (
-    read_config,
-    read_json_if_there,
-)
+from sparse_bitnet.checkpoint.model_folder import read_config, read_json_if_there
 from sparse_bitnet.errors import UserError
 
 

@@ -12,10 +12,7 @@ from torch import Tensor
 import reference
 from sparse_bitnet.nn.straight_through import fake_quantize_int8, fake_quantize_ternary
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
-from sparse_bitnet.ops.select_ternary import (
-    absmean,
-    quantize_ternary,
-)
+from sparse_bitnet.ops.select_ternary import absmean, quantize_ternary
 
 FLOATS = st.floats(min_value=-1e6, max_value=1e6, width=32, allow_nan=False)
 UNIT_ROUNDOFF = 2.0**-24

@@ -60,10 +60,7 @@ def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
         shutil.copytree(models / kind, folder)
         (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        config["auto_map"] = {
-            "AutoConfig": "code.Config",
-            "AutoModelForCausalLM": "code.Model",
-        }
+        config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
         if request.param.startswith("unknown"):
             config["model_type"] = "planted"
         (folder / "config.json").write_text(json.dumps(config))

@@ -73,9 +73,7 @@ def entry(
 
 
 def places(
-    folder: Annotated[str, "FOLDER"],
-    config: Config,
-    out: Annotated[str | None, "[OUT]"] = None,
+    folder: Annotated[str, "FOLDER"], config: Config, out: Annotated[str | None, "[OUT]"] = None
 ) -> list[str | None]:
     """Do it."""
     return [folder, out]

@@ -130,8 +130,7 @@ def test_answers_that_are_rewritten_later_make_a_sample_each(tokenizer: Any, tem
 
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
 WITH_TOOLS = "{{ tools | tojson if tools else '' }}" + BY_PROMPTS.replace(
-    "{{ m.content }}",
-    "{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %}",
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %}"
 )
 
 
@@ -169,10 +168,7 @@ def test_tools_and_calls_reach_the_template(tokenizer: Any, call: str, written: 
     [
         ("<|im_end|>\n", ["<|im_end|>"]),
         (" {{ eos_token }}", ["<|endoftext|>"]),
-        (
-            "{{ '<|end|>' if not loop.last else '<|endoftext|>' }}",
-            ["<|endoftext|>", "<|end|>"],
-        ),
+        ("{{ '<|end|>' if not loop.last else '<|endoftext|>' }}", ["<|endoftext|>", "<|end|>"]),
         ("<|im_end|>x{{ eos_token }}", ["<|im_end|>"]),
         ("\nUser:", []),
         ("{{ raise_exception('no') }}", []),

@@ -7,11 +7,7 @@ from texts import some_texts
 from transformers import AutoTokenizer, Qwen2Config
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.data.tokenizer import (
-    tokenizer_hash,
-    train_tokenizer,
-    vocabulary_size,
-)
+from sparse_bitnet.data.tokenizer import tokenizer_hash, train_tokenizer, vocabulary_size
 from sparse_bitnet.errors import UserError
 
 HARD = [

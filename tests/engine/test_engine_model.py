@@ -64,10 +64,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "gemma"},
-            "hunyuan_v1_dense, qwen3_5_text, not 'gemma'; use --engine",
-        ),
+        ({"model_type": "gemma"}, "hunyuan_v1_dense, qwen3_5_text, not 'gemma'; use --engine"),
         ({"hidden_act": "gelu"}, "no activation 'gelu'; use --engine transformers"),
         (
             {
@@ -220,14 +217,7 @@ def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.Data
         assert message.startswith("config.json")
         assert "\n" not in message
         return
-    assert (
-        max(
-            sizes.hidden,
-            sizes.intermediate,
-            sizes.heads * sizes.head_dim,
-        )
-        <= 1 << 23
-    )
+    assert max(sizes.hidden, sizes.intermediate, sizes.heads * sizes.head_dim) <= 1 << 23
     assert sizes.positions <= 1 << 24
     assert len(sizes.rope.inverse_frequencies) * 2 == sizes.head_dim <= 1024
     assert np.isfinite(sizes.rope.inverse_frequencies).all()

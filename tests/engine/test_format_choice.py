@@ -72,8 +72,7 @@ def test_the_choice_is_measured_once(cache: Path, measurements: list[NMPattern])
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", "[" * 100_000, '{"a": 1}', "\xff", "1" * 5000, Path.mkdir, "a file"],
+    "content", ["", "{", "[]", "[" * 100_000, '{"a": 1}', "\xff", "1" * 5000, Path.mkdir, "a file"]
 )
 def test_a_damaged_cache_costs_a_measurement_and_nothing_else(
     cache: Path, measurements: list[NMPattern], content: str | Callable[[Path], None]

@@ -68,8 +68,7 @@ def plan_of(folder: Path, kv_cache: str) -> str:
 
 
 FAMILIES = pytest.mark.parametrize(
-    ("family", "packed_format", "kv_cache"),
-    [("qwen2", "i2", "float16"), ("bitnet", "b3", "int8")],
+    ("family", "packed_format", "kv_cache"), [("qwen2", "i2", "float16"), ("bitnet", "b3", "int8")]
 )
 RUNNERS = {
     "x86_64-linux-musl": [],

@@ -18,11 +18,7 @@ from sparse_bitnet.export import export_checkpoint
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import read_record
-from sparse_bitnet.export.verify import (
-    Verification,
-    text_to_verify,
-    verify,
-)
+from sparse_bitnet.export.verify import Verification, text_to_verify, verify
 
 BITNET = ExportConfig(format="bitnet", embeddings="f32")
 

@@ -14,9 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
-from sparse_bitnet.packing.ternary import (
-    TernaryWeight,
-)
+from sparse_bitnet.packing.ternary import TernaryWeight
 
 pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 pytest.importorskip("gguf")

@@ -116,8 +116,7 @@ def test_a_text_ends_too_where_only_the_tokenizer_says_so(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-tokens", "4"]],
+    "command", [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-tokens", "4"]]
 )
 def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
     code = (

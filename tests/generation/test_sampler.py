@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, GenerationMixin
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.sampling import (
-    Sampler,
-    candidates,
-    uniform,
-)
+from sparse_bitnet.generation.sampling import Sampler, candidates, uniform
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 
@@ -74,11 +70,7 @@ def test_candidates_and_probabilities_are_those_of_transformers(
     logits[random.integers(vocab_size)] = 1
     seen = random.integers(0, vocab_size, 6).tolist()
     options = SamplingOptions(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=penalty,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
     )
     np.testing.assert_array_equal(ours(logits, seen, options), theirs(logits, seen, options))
 

@@ -14,12 +14,7 @@ from scripted_engine import ScriptedEngine, greedy, logits_after
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import (
-    QueueFull,
-    Scheduler,
-    Stopping,
-    ThreadedScheduler,
-)
+from sparse_bitnet.generation.scheduler import QueueFull, Scheduler, Stopping, ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 
 VOCAB = 300

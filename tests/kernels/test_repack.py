@@ -277,12 +277,7 @@ def quantize_table(
             scales=0 if scales is None else scales.ctypes.data,
         ),
         _cpu.Table(
-            _cpu.TableType[type],
-            rows,
-            columns,
-            stride,
-            out.ctypes.data + base,
-            made.ctypes.data,
+            _cpu.TableType[type], rows, columns, stride, out.ctypes.data + base, made.ctypes.data
         ),
     )
     assert (crc32, is_readable) == (zlib.crc32(source.tobytes()), True)

@@ -22,12 +22,7 @@ BLOCK_LAYERS = {
     "qwen3": ("model.layers", ATTENTION + MLP),
     "gpt_neox": (
         "gpt_neox.layers",
-        [
-            "attention.query_key_value",
-            "attention.dense",
-            "mlp.dense_h_to_4h",
-            "mlp.dense_4h_to_h",
-        ],
+        ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
     ),
 }
 

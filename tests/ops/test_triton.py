@@ -11,10 +11,7 @@ from sparse_bitnet.ops.int8_linear import int8_linear_reference
 from sparse_bitnet.ops.mask_words import unpack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference, quantize_windows_reference
-from sparse_bitnet.ops.select_ternary import (
-    select_ternary_bits_reference,
-    select_ternary_reference,
-)
+from sparse_bitnet.ops.select_ternary import select_ternary_bits_reference, select_ternary_reference
 from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("triton", reason="triton is not installed")

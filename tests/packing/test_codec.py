@@ -14,11 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.packing.codec import pack, unpack
-from sparse_bitnet.packing.formats import (
-    FORMATS,
-    needs_exact,
-    row_bytes,
-)
+from sparse_bitnet.packing.formats import FORMATS, needs_exact, row_bytes
 from sparse_bitnet.pattern import NMPattern
 
 

@@ -14,11 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.packing import formats
 from sparse_bitnet.packing.codec import pack
-from sparse_bitnet.packing.formats import (
-    check_layout,
-    needs_exact,
-    row_bytes,
-)
+from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
 from sparse_bitnet.pattern import MAX_GROUP, NMPattern
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"

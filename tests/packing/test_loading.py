@@ -45,12 +45,7 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "text",
-    [
-        "ternary-6:8,scale_source=masked",
-        "ternary-2:4,activation=none",
-        "ternary-8:8",
-    ],
+    "text", ["ternary-6:8,scale_source=masked", "ternary-2:4,activation=none", "ternary-8:8"]
 )
 def test_packed_and_trained_logits_are_equal(
     trained: Trained, tmp_path: Path, format: str, text: str
@@ -171,10 +166,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (flip_bit, f"tensor {LAYER}.weight_packed is damaged"),
     "truncated": (truncate, "is truncated"),
     "version in the file": (lambda f: rewrite(f, {}, {"version": 7}), "version 7 is not readable"),
-    "version in the config": (
-        lambda f: edit_config(f, version=7),
-        "its version is 1, .* says 7",
-    ),
+    "version in the config": (lambda f: edit_config(f, version=7), "its version is 1, .* says 7"),
     "another pattern": (lambda f: edit_config(f, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
     "another format": (lambda f: edit_config(f, packed_format="i2"), "its packed_format is"),
     "pattern violation": (

@@ -11,11 +11,7 @@ from rich.console import Console
 from made_up_results import SCALE
 from sparse_bitnet.errors import UserError
 from sparse_bitnet_paper.quickstart import verdict
-from sparse_bitnet_paper.tables import (
-    comparison_table,
-    four_models,
-    throughput_table,
-)
+from sparse_bitnet_paper.tables import comparison_table, four_models, throughput_table
 
 PERPLEXITIES = {"full-8:8": 35.0, "full-6:8": 36.4, "ternary-8:8": 40.0, "ternary-6:8": 39.8}
 

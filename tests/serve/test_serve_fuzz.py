@@ -87,10 +87,7 @@ good_chats = st.fixed_dictionaries(
         "model": st.just("scripted"),
         "messages": st.lists(
             st.fixed_dictionaries(
-                {
-                    "role": st.sampled_from(["user", "system", "tool", "assistant"]),
-                    "content": text,
-                }
+                {"role": st.sampled_from(["user", "system", "tool", "assistant"]), "content": text}
             ),
             min_size=1,
             max_size=3,

@@ -157,10 +157,7 @@ def test_slow_grammars_delay_no_other_requests(client, monkeypatch):
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format: give"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
-        (
-            {"response_format": {"type": "json_object", "schema": {"not": {}}}},
-            "not",
-        ),
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "not"),
         ({"guided_json": {"type": "string", "pattern": "(" * 5000}}, "grammar cannot be satisfied"),
         (
             {"guided_json": {"anyOf": [{"const": str(i)} for i in range(30_000)]}},

@@ -9,13 +9,7 @@ import pytest
 
 from scripted_engine import ScriptedEngine, logits_after
 from serving_thread import END, byte_tokenizer, server
-from sparse_bitnet.serve.tool_calls import (
-    HERMES,
-    LLAMA,
-    CallPiece,
-    ToolCallReader,
-    syntax_of,
-)
+from sparse_bitnet.serve.tool_calls import HERMES, LLAMA, CallPiece, ToolCallReader, syntax_of
 
 TOKENIZER = byte_tokenizer()
 QWEN = (

@@ -8,12 +8,7 @@ import pytest
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.schedule import (
-    format_of,
-    learning_rate,
-    phase,
-    weight_decay_factor,
-)
+from sparse_bitnet.training.schedule import format_of, learning_rate, phase, weight_decay_factor
 
 
 def rates(config: TrainConfig) -> list[float]:

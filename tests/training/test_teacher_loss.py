@@ -136,10 +136,7 @@ def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture)
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
-    distil: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     part = 8 * 32 * VOCAB * 4
     monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", part)
