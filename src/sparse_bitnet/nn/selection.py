@@ -111,7 +111,9 @@ def _select_registered(
     mask, latent = None, weight
     if not config.pattern.is_dense:
         score = config.variant("score")
-        ranked = _checked(score, score.call(weight, matrix=matrix), weight)
+        ranked = weight  # as it is for magnitude: a mask ranks by |weight|, without a copy of it
+        if score.name != "magnitude":
+            ranked = _checked(score, score.call(weight, matrix=matrix), weight)
         # Built-in scores are magnitudes already, and kernels rank float32.
         mask = nm_mask(_as_magnitudes(ranked) if score.is_foreign else ranked.float(), pattern)
         if score.has("shrink") and not pattern.is_dense:
