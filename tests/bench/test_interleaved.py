@@ -38,7 +38,7 @@ def answer(question):
         options.update(question["options"])
         return {"load_seconds": 0.5, "resident_bytes": 7, "isa": options["isa"] or "generic",
                 "weight_format": "i2", "head": "int8", "weight_bytes": 3e6,
-                "cache_token_bytes": 5e3, "block_weights": 1e6}
+                "cache_token_bytes": 5e3, "state_bytes": 0, "block_weights": 1e6}
     log.write(f"{question['op']} {options['threads']}\\n")
     log.flush()
     seconds = question["tokens"] + 1 if question["op"] == "prefill" else question["batch"]

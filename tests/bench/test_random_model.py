@@ -12,13 +12,16 @@ import torch
 
 from sparse_bitnet.bench.random_model import (
     PUBLISHED,
+    ROTATIONS,
     cached_random_model,
     config_of_model,
     write_random_model,
 )
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.checkpoint.packed import packed_layers
+from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -120,12 +123,47 @@ def test_published_shapes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     pytest.importorskip("sparse_bitnet._cpu")
     from sparse_bitnet.engine.engine import Engine
 
-    small = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 1}
+    small = {"hidden_size": 512, "intermediate_size": 768}
+    small |= {"num_hidden_layers": 4 if name in ROTATIONS else 1}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(PUBLISHED, name, PUBLISHED[name] | small | {"vocab_size": 320})
+    if name in ROTATIONS:
+        monkeypatch.setitem(ROTATIONS, name, 256)
     write_random_model(tmp_path / "model", name, NMPattern(8, 8), scale_group=128)
     engine = Engine.load(tmp_path / "model", threads=1, context_length=64)
     ((logits,),) = [engine.forward([(engine.new_sequence(), [1, 2, 3])])]
     engine.close()
     assert np.isfinite(logits).all()
     assert 0.01 < logits.std() < 100
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("bonsai-2b", 1.88), ("bonsai-4b", 4.20), ("bonsai-9b", 7.93), ("bonsai-27b", 25.60)],
+)
+def test_sizes_of_bonsai_give_the_published_number_of_weights(name: str, billions: float) -> None:
+    """A token reads all weights but those of an untied embedding."""
+    shape = read_architecture(config_of_model(name), name)
+    layers = [size for n in range(shape.layers) for size in shape.linear_shapes(n).values()]
+    read = [*layers, (shape.vocab, shape.hidden)]
+    assert sum(rows * columns for rows, columns in read) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert not any(columns % ROTATIONS[name] for _, columns in read)
+
+
+def test_rotated_models_have_ternary_tables_and_the_statistics_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 512}
+    monkeypatch.setitem(PUBLISHED, "bonsai-9b", PUBLISHED["bonsai-9b"] | small)
+    for rotated in (True, False):
+        folder = tmp_path / f"rotated-{rotated}"
+        monkeypatch.setitem(ROTATIONS, "bonsai-9b", 512)
+        write_random_model(folder, "bonsai-9b", NMPattern(8, 8), rotated=rotated)
+        packed = open_checkpoint(folder, "packed")
+        assert (packed.rotation is not None) is rotated
+        for name in packed.embeddings:
+            table = packed.ternary_rows(name, slice(None))
+            assert table is not None
+            assert table.weight_scale.shape == (512, 4)
+            zeros = float((table.codes == 0).float().mean())
+            assert zeros == pytest.approx(0.31, abs=0.02)

@@ -102,11 +102,15 @@ def cache_tokens(prefills: list[int], contexts: list[int], batches: list[int], s
 
 def read_bytes(engine: "Engine") -> dict[str, float]:
     """Return the bytes that a decode step reads: weights and output head with scales, and keys and
-    values per cached token. `block_weights` is the number of weights in the blocks, zeros included."""
+    values per cached token; and what it reads and writes of each sequence's recurrent state.
+    `block_weights` is the number of weights in the blocks, zeros included."""
     sizes = engine.architecture
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
     scale_bytes = 4 if engine.kv_cache.startswith("int") else 0
     vectors = 2 * (sizes.layers - sum(sizes.delta_layers)) * sizes.kv_heads
+    net, state = sizes.delta_net, 0
+    if net is not None:
+        state = 8 * net.value_heads * net.key_dim * net.value_dim * sum(sizes.delta_layers)
     of_blocks = sum(
         rows * columns
         for layer in range(sizes.layers)
@@ -115,6 +119,7 @@ def read_bytes(engine: "Engine") -> dict[str, float]:
     return {
         "weight_bytes": engine.weight_bytes + engine.head_bytes,
         "cache_token_bytes": vectors * (sizes.head_dim * bits / 8 + scale_bytes),
+        "state_bytes": state,
         "block_weights": of_blocks,
     }
 

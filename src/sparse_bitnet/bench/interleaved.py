@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparse_bitnet.bench.child import OURS, Child, cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
-from sparse_bitnet.bench.random_model import PUBLISHED, cached_random_model
+from sparse_bitnet.bench.random_model import PUBLISHED, ROTATIONS, cached_random_model
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import read_architecture
@@ -189,13 +189,15 @@ def _models(options: BenchOptions) -> dict[str, Path]:
         packed = open_checkpoint(folder, "packed")
         refuse_unused(options, ["pattern"], f"{folder} has weights of its own")
         return {str(packed.format.pattern): folder}
+    if options.model in ROTATIONS:
+        refuse_unused(options, ["pattern"], f"{options.model} is dense")
     return {
         text: cached_random_model(
             options.model,
             NMPattern.parse(text.removesuffix(" binary")),
             packed_format="nm-sign" if text.endswith(" binary") else "i2",
         )
-        for text in options.pattern
+        for text in (["8:8"] if options.model in ROTATIONS else options.pattern)
     }
 
 
@@ -211,6 +213,7 @@ def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: f
         # The sequences share their context, and what each adds grows from nothing to `steps`.
         cached = job.tokens + job.batch * options.steps / 2
         step_bytes = loaded["weight_bytes"] + cached * loaded["cache_token_bytes"]
+        step_bytes += job.batch * loaded["state_bytes"]
     # Of the blocks, a multiply-add being two; attention and head are not counted.
     operations = 2 * loaded["block_weights"] * computed
     return {

@@ -22,7 +22,7 @@ class BenchOptions:
 
     model: Annotated[str, "[MODEL]"] = "qwen2.5-1.5b"
     """Model to measure: a packed folder; or, with random weights, a preset (`sparse-bitnet models` lists
-    them), bitnet-2b4t or qwen3-8b."""
+    them), bitnet-2b4t, qwen3-8b, bonsai-2b, bonsai-4b, bonsai-9b or bonsai-27b."""
 
     pattern: tuple[str, ...] = ("6:8",)
     """N:M patterns of the random weights, one model each; 8:8 is dense. "6:8 binary": no kept weight is

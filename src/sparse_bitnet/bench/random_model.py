@@ -21,7 +21,14 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import ROWS
-from sparse_bitnet.packing.formats import PackedMetadata, check_layout, needs_exact, row_bytes
+from sparse_bitnet.packing.formats import (
+    I2_BLOCK_WEIGHTS,
+    PackedMetadata,
+    check_layout,
+    needs_exact,
+    row_bytes,
+)
+from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import find_preset
@@ -29,7 +36,7 @@ from sparse_bitnet.presets import find_preset
 _END_OF_TEXT, _END_OF_TEXT_ID = "<|endoftext|>", 257
 """End-of-text token of the random models' tokenizer; its id follows the 256 bytes and one merge."""
 
-_VERSION = 1
+_VERSION = 2
 _WEIGHT_STD = 0.02
 _TABLE_GROUPS = 1 << 16
 _PIECE_WEIGHTS = 1 << 22
@@ -59,6 +66,21 @@ def _sizes(
     }
 
 
+def _hybrid(
+    hidden: int, ffn: int, layers: int, heads: int, kv: int, value_heads: int, tied: bool
+) -> dict[str, Any]:
+    """Return the config of a Qwen3.5 model."""
+    rope = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+    return {
+        **_sizes("qwen3_5_text", hidden, ffn, layers, heads, kv, 248320, tied),
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 256,
+        "linear_num_value_heads": value_heads,
+        "max_position_embeddings": 262144,
+        "rope_parameters": rope | {"mrope_section": [11, 11, 10]},
+    }
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "bitnet-2b4t": {
         **_sizes("bitnet", 2560, 6912, 30, 20, 5, 128256, tied=True),
@@ -68,8 +90,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
     "qwen3-8b": _sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False) | {"head_dim": 128},
+    "bonsai-2b": _hybrid(2048, 6144, 24, 8, 2, 16, tied=True),
+    "bonsai-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tied=True),
+    "bonsai-9b": _hybrid(4096, 12288, 32, 16, 4, 32, tied=False),
+    "bonsai-27b": _hybrid(5120, 17408, 64, 24, 4, 48, tied=False),
 }
 """config.json of models that others publish, ternary or made so, as far as speed depends on it."""
+
+ROTATIONS = {"bonsai-2b": 2048, "bonsai-4b": 512, "bonsai-9b": 4096, "bonsai-27b": 1024}
+"""Block of the Hadamard transform of the published models that have rotated weights. These are dense, and
+have a scale for every 128 weights, in a ternary embedding and head, too."""
 
 
 def config_of_model(name: str) -> dict[str, Any]:
@@ -103,7 +133,7 @@ class _RandomCodes:
             groups = np.abs(masters).reshape(-1, pattern.m)
             dropped = np.argsort(groups, axis=1, kind="stable")[:, : pattern.m - pattern.n]
             np.put_along_axis(codes.reshape(-1, pattern.m), dropped, 0, axis=1)
-        self._table = codes
+        self._table, self._pattern = codes, pattern
         self.weight_scale = float(mean) * _WEIGHT_STD
 
     def pieces(self, rows: int, in_features: int) -> Iterator[np.ndarray]:
@@ -119,6 +149,20 @@ class _RandomCodes:
                 codes = self._table[drawn].reshape(count, -1)
             yield np.ascontiguousarray(codes[:, :in_features])
 
+    def packed(self, packed_format: str, rows: int, in_features: int) -> Iterator[np.ndarray]:
+        """Yield uint8 [some rows, row_bytes] until all rows are there."""
+        pack = ROWS[packed_format][0]
+        if packed_format != "i2" or not self._pattern.is_dense or in_features % I2_BLOCK_WEIGHTS:
+            yield from (pack(codes, self._pattern) for codes in self.pieces(rows, in_features))
+            return
+        # Codes without a pattern may change places, so any words of packed codes make a row.
+        words = pack(self._table.reshape(-1, I2_BLOCK_WEIGHTS), self._pattern).view(np.uint64)
+        step = max(1, _PIECE_WEIGHTS // in_features)
+        for first in range(0, rows, step):
+            size = min(step, rows - first), in_features // 32
+            drawn = self._rng.integers(0, words.size, size, np.uint16)
+            yield words.reshape(-1)[drawn].view(np.uint8)
+
 
 def cached_random_model(
     preset: str,
@@ -127,20 +171,27 @@ def cached_random_model(
     cache: Path | None = None,
     packed_format: str = "i2",
     scale_group: int = 0,
+    rotated: bool = True,
 ) -> Path:
     """Return the folder of a random model, written unless it is already in the cache; the default cache
     is this user's folder in the temporary folder.
 
-    Raises `UserError` as `write_random_model` does.
+    Arguments and errors are those of `write_random_model`.
     """
     if cache is None:
         owner = os.getuid() if hasattr(os, "getuid") else "user"
         cache = Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
-    name = f"{preset}-{pattern}-{packed_format}-int8-v{_VERSION}".replace(":", "of")
-    folder = cache / (name + f"-g{scale_group}" * bool(scale_group))
+    name = f"{preset}-{pattern}-{packed_format}-v{_VERSION}".replace(":", "of")
+    name += f"-g{scale_group}" * bool(scale_group) + "-unrotated" * (not rotated)
+    folder = cache / name
     if not (folder / "config.json").is_file():
         write_random_model(
-            folder, preset, pattern, packed_format=packed_format, scale_group=scale_group
+            folder,
+            preset,
+            pattern,
+            packed_format=packed_format,
+            scale_group=scale_group,
+            rotated=rotated,
         )
     return folder
 
@@ -153,6 +204,7 @@ def write_random_model(
     packed_format: str = "i2",
     scale_group: int = 0,
     vocab_size: int | None = None,
+    rotated: bool = True,
 ) -> None:
     """Write a packed folder with random weights, and a tokenizer with the 256 bytes and the end of text.
 
@@ -161,8 +213,10 @@ def write_random_model(
         preset: name of a preset or a published shape.
         pattern: zeros of the weights.
         packed_format: "i2", "b3", "nm-enum", or "nm-sign", whose only zeros are those of the pattern.
-        scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix.
+        scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix, or 128 in
+            the models of `ROTATIONS`.
         vocab_size: tokens, for another tokenizer; default the preset's.
+        rotated: whether the models of `ROTATIONS` have rotated weights, as published.
 
     Raises `UserError` for an unknown preset, a pattern that does not divide the rows, or a full disk.
     """
@@ -170,17 +224,21 @@ def write_random_model(
     if vocab_size:
         config |= {"vocab_size": vocab_size, "eos_token_id": None}
     shape = read_architecture(config, preset)
+    block = ROTATIONS.get(preset, 0)
+    scale_group = scale_group or (128 if block else 0)
+    layers = {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(shape.layers)
+        for name, size in shape.linear_shapes(layer).items()
+    }
     metadata = PackedMetadata(
         packed_format=packed_format,
         format=SparseBitConfig(
             pattern=pattern, quantizer="binary" if needs_exact(packed_format) else "absmean"
         ),
-        embeddings="int8",
-        layers={
-            f"model.layers.{layer}.{name}": size
-            for layer in range(shape.layers)
-            for name, size in shape.linear_shapes(layer).items()
-        },
+        embeddings="ternary" if block else "int8",
+        layers=layers,
+        rotation=_rotation(block, layers) if block and rotated else None,
     )
     for name, (_, in_features) in metadata.layers.items():
         check_layout(packed_format, pattern, in_features, name)
@@ -203,16 +261,20 @@ def _tensors(
     """Yield every tensor with its content, whose pieces are made as they are written."""
     packed_format, pattern = metadata.packed_format, metadata.pattern
     source = _RandomCodes(pattern, binary=needs_exact(packed_format))
-    pack = ROWS[packed_format][0]
-    for name, (rows, columns) in metadata.layers.items():
-        size = rows, row_bytes(packed_format, pattern, columns)
-        pieces = source.pieces(rows, columns)
-        spec = TensorSpec(f"{name}.weight_packed", "uint8", size)
-        yield spec, (pack(codes, pattern) for codes in pieces)
+    tables = [EMBEDDING] if shape.ties_head else [EMBEDDING, HEAD]
+    matrices = [
+        (f"{n}.weight", "_packed", packed_format, *metadata.layers[n]) for n in metadata.layers
+    ]
+    if metadata.embeddings == "ternary":
+        matrices += [(name, "", "i2", shape.vocab, shape.hidden) for name in tables]
+        tables = []
+    for name, end, form, rows, columns in matrices:
+        spec = TensorSpec(name + end, "uint8", (rows, row_bytes(form, pattern, columns)))
+        yield spec, source.packed(form, rows, columns)
         scales = (rows, columns // scale_group) if scale_group else (1,)
         dtype = "float16" if scale_group else "float32"
-        yield _filled(f"{name}.weight_scale", dtype, scales, source.weight_scale)
-    for table in (EMBEDDING,) if shape.ties_head else (EMBEDDING, HEAD):
+        yield _filled(f"{name}_scale", dtype, scales, source.weight_scale)
+    for table in tables:
         yield TensorSpec(table, "int8", (shape.vocab, shape.hidden)), _embedding(shape)
         yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), _WEIGHT_STD * 3.5 / 127)
     rng = np.random.Generator(np.random.SFC64([0, 2]))
@@ -226,6 +288,13 @@ def _tensors(
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         values = mean + 0.1 * rng.standard_normal(lengths, np.float32)
         yield TensorSpec(name, "float32", lengths), [values.astype(np.float32)]
+
+
+def _rotation(block: int, layers: dict[str, tuple[int, int]]) -> Rotation:
+    rng = np.random.Generator(np.random.SFC64([0, 3]))
+    widths = sorted({columns for _, columns in layers.values()})
+    signs = {width: rng.bytes(width // 8) for width in widths}
+    return Rotation(block=block, signs=signs, embedding=True, head=True)
 
 
 def _filled(
