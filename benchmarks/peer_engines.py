@@ -39,13 +39,16 @@ class Engine:
     """(phase, tokens) -> seconds of the prompt, or of one decoded token."""
 
 
-def engines_of(folder: Path, options: argparse.Namespace, stack: ExitStack) -> list[Engine]:
-    """Load all engines that the options of peers.py name; `stack` ends them."""
+def engines_of(
+    folder: Path, exported: Path, options: argparse.Namespace, stack: ExitStack
+) -> list[Engine]:
+    """Load all engines that the options of peers.py name; `stack` ends them. Others than ours run the
+    model in `exported`."""
     return [
         *our_engines(folder, options, stack),
-        *llama_cpp_engines(folder, options, stack),
-        *litespark_engines(folder, options, stack),
-        *other_engines(folder, options),
+        *llama_cpp_engines(exported, options, stack),
+        *litespark_engines(exported, options, stack),
+        *other_engines(exported, options),
     ]
 
 
@@ -116,7 +119,8 @@ def gguf_file(folder: Path, type: str) -> Path:
     path = out / f"model-{type.upper()}.gguf"
     if not path.is_file():
         command = [sys.executable, "-m", "sparse_bitnet", "export", str(folder), str(out)]
-        command += ["--to", f"gguf-{type}", "--embeddings", "q8_0"]
+        tables = "auto" if folder.name.endswith("-unrotated") else "q8_0"  # as published, or 8 bits
+        command += ["--to", f"gguf-{type}", "--embeddings", tables]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not path.is_file():
             raise UserError((done.stderr.strip().splitlines() or ["the export failed"])[-1])

@@ -199,12 +199,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
-    folder = cached_random_model(
-        options.model, pattern, cache=options.models, scale_group=options.scale_group
+    # Other engines know no rotated weights.
+    folder, exported = (
+        cached_random_model(
+            options.model, pattern, cache=options.models, scale_group=options.scale_group, rotated=r
+        )
+        for r in (True, False)
     )
     before = processor_seconds()
     with ExitStack() as stack, Progress(console) as progress:
-        engines = engines_of(folder, options, stack)
+        engines = engines_of(folder, exported, options, stack)
         isas = sorted({engine.isa for engine in engines if engine.name == OURS})
         meters = [RooflineMeter(threads, isas, read_bytes) for threads in options.threads]
         seconds = measure_all(engines, options, meters, progress)

@@ -164,6 +164,6 @@ def test_rotated_models_have_ternary_tables_and_the_statistics_of_others(
         for name in packed.embeddings:
             table = packed.ternary_rows(name, slice(None))
             assert table is not None
-            assert table.weight_scale.shape == (512, 4)
+            assert table.weight_scale.shape == (512, 4 if rotated else 2)
             zeros = float((table.codes == 0).float().mean())
             assert zeros == pytest.approx(0.31, abs=0.02)

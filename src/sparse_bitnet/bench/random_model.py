@@ -75,7 +75,8 @@ def _hybrid(
         **_sizes("qwen3_5_text", hidden, ffn, layers, heads, kv, 248320, tied),
         "architectures": ["Qwen3_5ForCausalLM"],
         "head_dim": 256,
-        "linear_num_value_heads": value_heads,
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": value_heads},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
         "max_position_embeddings": 262144,
         "rope_parameters": rope | {"mrope_section": [11, 11, 10]},
     }
@@ -182,8 +183,8 @@ def cached_random_model(
         owner = os.getuid() if hasattr(os, "getuid") else "user"
         cache = Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
     name = f"{preset}-{pattern}-{packed_format}-v{_VERSION}".replace(":", "of")
-    name += f"-g{scale_group}" * bool(scale_group) + "-unrotated" * (not rotated)
-    folder = cache / name
+    name += f"-g{scale_group}" * bool(scale_group)
+    folder = cache / (name + "-unrotated" * (preset in ROTATIONS and not rotated))
     if not (folder / "config.json").is_file():
         write_random_model(
             folder,
@@ -214,9 +215,9 @@ def write_random_model(
         pattern: zeros of the weights.
         packed_format: "i2", "b3", "nm-enum", or "nm-sign", whose only zeros are those of the pattern.
         scale_group: weights that share a scale in float16; 0 for one float32 scale a matrix, or 128 in
-            the models of `ROTATIONS`.
+            rotated models.
         vocab_size: tokens, for another tokenizer; default the preset's.
-        rotated: whether the models of `ROTATIONS` have rotated weights, as published.
+        rotated: whether the models of `ROTATIONS` are rotated, as published.
 
     Raises `UserError` for an unknown preset, a pattern that does not divide the rows, or a full disk.
     """
@@ -224,7 +225,7 @@ def write_random_model(
     if vocab_size:
         config |= {"vocab_size": vocab_size, "eos_token_id": None}
     shape = read_architecture(config, preset)
-    block = ROTATIONS.get(preset, 0)
+    block = ROTATIONS.get(preset, 0) if rotated else 0
     scale_group = scale_group or (128 if block else 0)
     layers = {
         f"model.layers.{layer}.{name}": size
@@ -236,9 +237,9 @@ def write_random_model(
         format=SparseBitConfig(
             pattern=pattern, quantizer="binary" if needs_exact(packed_format) else "absmean"
         ),
-        embeddings="ternary" if block else "int8",
+        embeddings="ternary" if preset in ROTATIONS else "int8",
         layers=layers,
-        rotation=_rotation(block, layers) if block and rotated else None,
+        rotation=_rotation(block, layers) if block else None,
     )
     for name, (_, in_features) in metadata.layers.items():
         check_layout(packed_format, pattern, in_features, name)
@@ -271,8 +272,8 @@ def _tensors(
     for name, end, form, rows, columns in matrices:
         spec = TensorSpec(name + end, "uint8", (rows, row_bytes(form, pattern, columns)))
         yield spec, source.packed(form, rows, columns)
-        scales = (rows, columns // scale_group) if scale_group else (1,)
-        dtype = "float16" if scale_group else "float32"
+        group = scale_group or (0 if end else 256)  # a table has no scale for a whole matrix
+        scales, dtype = ((rows, columns // group), "float16") if group else ((1,), "float32")
         yield _filled(f"{name}_scale", dtype, scales, source.weight_scale)
     for table in tables:
         yield TensorSpec(table, "int8", (shape.vocab, shape.hidden)), _embedding(shape)

@@ -17,7 +17,7 @@ FormatName = Literal[
     "gguf-i2_s",
     "dense",
 ]
-Precision = Literal["f32", "f16", "bf16", "q8_0"]
+Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 
 
 FORMATS = {
@@ -61,7 +61,8 @@ class ExportConfig:
 
     embeddings: Precision | None = None
     """Data type of embedding and output head; in Hugging Face folders, of everything not ternary.
-    Default: f16 in GGUF, else bf16. q8_0: GGUF only."""
+    Default: auto in GGUF, which is the type of the layers if they are ternary, and f16 otherwise; bf16
+    elsewhere. q8_0: GGUF only."""
 
     verify: bool = False
     """Load the export with the tool it is for, and compare its outputs with the trained model's."""
@@ -78,7 +79,7 @@ class ExportConfig:
             raise UserError(f"--to {self.format!r}: choose one of {', '.join(FORMATS)}")
         allowed: tuple[Precision, ...] = ("bf16", "f16", "f32")
         if self.format.startswith("gguf"):
-            allowed = ("f16", "bf16", "f32", "q8_0")
+            allowed = ("auto", "f16", "bf16", "f32", "q8_0")
         self.embeddings = self.embeddings or allowed[0]
         if self.embeddings not in allowed:
             raise UserError(

@@ -3,8 +3,9 @@
 metadata.
 
 One file holds everything: sparse layers in the requested type, or in another one that their rows fill
-(`gguf_blocks`), norms and biases in float32, embeddings in float16 by default. llama.cpp quantises
-activations per block instead of per token, so its logits are close to ours, never equal.
+(`gguf_blocks`), as are ternary embeddings; norms and biases in float32, other embeddings in float16.
+llama.cpp quantises activations per block instead of per token, so its logits are close to ours, never
+equal.
 """
 
 from collections.abc import Callable
@@ -134,8 +135,12 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
         name = gguf_name(f"{layer}.weight")
         tensors.append(GgufTensor(name, block.type_id, (rows, columns), size, make))
     for name, shape in source.others.items():
+        if embeddings == "auto" and _is_ternary_table(source, name, wanted):
+            size, make = wanted.tensor_bytes(*shape), partial(_table, source, name, wanted)
+            tensors.append(GgufTensor(gguf_name(name), wanted.type_id, shape, size, make))
+            continue
         is_small = len(shape) != 2 or name.removesuffix(".weight").endswith(GATES)
-        kind = F32 if is_small else GGMLQuantizationType[embeddings.upper()]
+        kind = F32 if is_small else GGMLQuantizationType[embeddings.upper().replace("AUTO", "F16")]
         values, size = GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % values:
             raise UserError(
@@ -160,6 +165,28 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
 
 def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: BlockType) -> np.ndarray:
     codes, weight_scale = source.ternary(layer)
+    scale = _scale(weight_scale, layer, block)
+    if (order := stored_order(row, source.config, layer)) is None:
+        return block.pack(codes.numpy(), scale)
+    return block.pack(order.of_values(codes.numpy()), order.of_scales(scale, codes.shape[1]))
+
+
+def _is_ternary_table(source: Checkpoint, name: str, block: BlockType) -> bool:
+    """Whether a tensor is an embedding or head with ternary rows, whose scales are those of blocks."""
+    if name not in source.embeddings or block is I2_S:
+        return False
+    row, columns = source.ternary_rows(name, slice(1)), source.others[name][1]
+    return row is not None and columns // row.weight_scale.shape[-1] % block.codes == 0
+
+
+def _table(source: Checkpoint, name: str, block: BlockType) -> np.ndarray:
+    pieces = (piece for piece in source.ternary_pieces(name) if piece)
+    packed = [block.pack(codes.numpy(), _scale(scales, name, block)) for codes, scales in pieces]
+    return np.concatenate(packed)
+
+
+def _scale(weight_scale: Tensor, layer: str, block: BlockType) -> np.ndarray:
+    """Return the scales of a matrix as float32. Raises `UserError` if float16 does not hold them."""
     scale = weight_scale.float().numpy()
     far = abs(np.float16(scale) - scale) > _SCALE_TOLERANCE * scale
     if block is not I2_S and far.any():
@@ -167,9 +194,7 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
             f"layer {layer}: its weight scale {scale[far][0]:.3g} is out of range for the float16 of "
             f"{block.name}; use --to bitnet"
         )
-    if (order := stored_order(row, source.config, layer)) is None:
-        return block.pack(codes.numpy(), scale)
-    return block.pack(order.of_values(codes.numpy()), order.of_scales(scale, codes.shape[1]))
+    return scale
 
 
 def _plain(
