@@ -24,6 +24,7 @@ from sparse_bitnet.nn.selection import (
 )
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
+    output_dtype,
     several_scales_linear,
     straight_through,
     ternary_int8_linear,
@@ -235,7 +236,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
                     integer=self.integer_forward,
                     quantized=self.inputs.codes(x),
                 )
-            if not torch.is_grad_enabled():
+            # Exact in float32, as in the engine; in 16-bit types rounded, and fast, as in training.
+            if not torch.is_grad_enabled() and output_dtype(x) == torch.float32:
                 return several_scales_linear(x, self.bias, codes, scale, self.inputs.codes(x))
         weight: Tensor = self.weight
         if codes is not None or selection.mask is not None or selection.value is not None:

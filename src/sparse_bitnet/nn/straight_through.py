@@ -122,11 +122,11 @@ def several_scales_linear(
     each run, as in the engine."""
     x_codes, activation_scale = quantized or quantize_int8(x)
     scale = weight_scale.view(-1) if weight_scale.shape[1] == 1 else weight_scale
-    return int8_linear_reference(x_codes, activation_scale, codes, scale, bias, _output_dtype(x))
+    return int8_linear_reference(x_codes, activation_scale, codes, scale, bias, output_dtype(x))
 
 
-def _output_dtype(x: Tensor) -> torch.dtype:
-    """The autocast dtype if one is set, else that of `x`."""
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Return the autocast dtype if one is set, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -156,7 +156,7 @@ class _TernaryInt8Linear(torch.autograd.Function):
     def forward(
         ctx, x, weight, bias, codes, weight_scale, gradient_mask, integer, x_codes, activation_scale
     ):
-        dtype = _output_dtype(x)
+        dtype = output_dtype(x)
         if x_codes is None:
             x_codes, activation_scale = quantize_int8(x)
         ctx.save_for_backward(x_codes, activation_scale, codes, weight_scale, gradient_mask)
