@@ -15,7 +15,6 @@ from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_check
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.importer import import_checkpoint
-from sparse_bitnet.packing.two_bits import pack_words
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
@@ -118,34 +117,6 @@ def test_tensors_in_two_files_are_refused(tmp_path: Path) -> None:
     some = {"model.norm.weight": tensors["model.norm.weight"]}
     save_file(some, tmp_path / "model" / "model-2.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"tensor model\.norm\.weight is in model.* and model"):
-        open_checkpoint(tmp_path / "model")
-
-
-def test_mlx_with_two_bits_is_imported_exactly(tmp_path: Path) -> None:
-    """Words of 16 codes, a scale and a bias of its negative for each group; the embedding too."""
-    model = save_model(tmp_path / "model", "qwen3", by_group, torch.float16)
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    stored = {}
-    for name, tensor in weights.items():
-        if not name.endswith("proj.weight"):
-            stored[name] = tensor
-            continue
-        base, codes = name.removesuffix(".weight"), tensor.sign().to(torch.int8)
-        scales = tensor.abs().unflatten(1, (-1, 64)).amax(-1)
-        stored[name] = pack_words(codes - 1).view(torch.uint32)
-        stored |= {f"{base}.scales": scales, f"{base}.biases": -scales}
-    save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "mlx"})
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text()) | {"quantization": {"group_size": 64, "bits": 2}}
-    path.write_text(json.dumps(config))
-    source = open_checkpoint(tmp_path / "model")
-    assert (source.tool, len(source.layers)) == ("MLX 2-bit", 14)
-    for layer in source.layers:
-        assert torch.equal(source.effective(layer), model.state_dict()[f"{layer}.weight"])
-    import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
-    assert open_checkpoint(tmp_path / "packed").layers == source.layers
-    path.write_text(json.dumps(config | {"num_experts": 256}))
-    with pytest.raises(UserError, match="num_experts = 256 says that it is a mixture of experts"):
         open_checkpoint(tmp_path / "model")
 
 

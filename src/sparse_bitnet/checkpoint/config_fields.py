@@ -11,8 +11,8 @@ import numpy as np
 from sparse_bitnet.errors import UserError
 
 GEMMA3, HUNYUAN, QWEN35 = "gemma3_text", "hunyuan_v1_dense", "qwen3_5_text"
-QWEN35_COMPOSITE = "qwen3_5"
-"""`model_type` of Qwen3.5 models with an image encoder; published folders have it."""
+QWEN35_COMPOSITES = ("qwen3_5", "prism_hadamard_qwen35")
+"""`model_type` of Qwen3.5 models with an image encoder, which published folders have: plain, rotated."""
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Values in `layer_types`; the first two are keys of Gemma's `rope_parameters`, too."""
 
@@ -86,7 +86,7 @@ def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's config in that of a Qwen3.5 model with an image encoder; return any
     other config unchanged."""
     text = config.get("text_config")
-    if config.get("model_type") != QWEN35_COMPOSITE or not isinstance(text, dict):
+    if config.get("model_type") not in QWEN35_COMPOSITES or not isinstance(text, dict):
         return config
     own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
     shared = {key: value for key, value in config.items() if not key.startswith(own)}
@@ -110,11 +110,12 @@ def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
     return [bool((layer + 1) % every) for layer in range(min(layers, MOST_LAYERS))]
 
 
-def check_basis(settings: Mapping[str, Any], where: str) -> None:
-    """Raise `UserError`, beginning with `where`, for settings that declare weights in a rotated basis."""
+def check_basis(settings: Mapping[str, Any], where: str, read: Iterable[str] = ()) -> None:
+    """Raise `UserError`, beginning with `where`, for settings that declare weights in a rotated basis and
+    are not in `read`."""
     for key, value in settings.items():
         name = f"{key} {value}" if key == "model_type" else key
-        if value and _ROTATION.search(name):
+        if value and name not in read and _ROTATION.search(name):
             raise UserError(
                 f"{where}: {name} says that its weights are stored in a rotated basis, which is not "
                 "supported; use the model from before the rotation"

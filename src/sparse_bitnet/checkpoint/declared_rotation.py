@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declarations of rotated weights (packing/rotation.py), every key checked: `prism.hadamard.*` of a GGUF
-file, hadamard_packing.json in a folder of floats.
+file and of hadamard.json in a folder of MLX, hadamard_packing.json in a folder of floats.
 
 All ternary matrices are rotated or none; embedding and head as the declaration says.
 """
@@ -17,7 +17,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.rotation import Rotation
 
 PREFIX = "prism.hadamard."
-MANIFEST = "hadamard_packing.json"
+MANIFEST, MLX_KEYS = "hadamard_packing.json", "hadamard.json"
 
 _TRANSFORM, _AXIS = "normalized-sylvester-walsh-hadamard", "input-last-dimension"
 _SIGNED = "normalized-signed-sylvester-walsh-hadamard"

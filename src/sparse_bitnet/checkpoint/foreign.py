@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of other tools with ternary weights: Hugging Face's `bitnet`, compressed-tensors, MLX's two
-bits, and floats that hold only 0, +s and -s.
+"""Folders of other tools with ternary weights: Hugging Face's `bitnet`, compressed-tensors, and floats
+that hold only 0, +s and -s. MLX's are in mlx_folder.py.
 
 Their tensors must be exactly those of the model that config.json describes.
 """
@@ -78,14 +78,21 @@ class ForeignFolder(Checkpoint):
                 self.dtypes[name] = self.files.dtypes[name] if is_plain else "F32"
         wanted = {n: tensor for n, tensor in stored_tensors(model).items() if n not in internal}
         check_tensors(wanted, self.others, self.dtypes, self.folder)
-        if (self.folder / MANIFEST).exists():
-            columns = {f"{name}.weight": shape[1] for name, shape in self.layers.items()}
-            keys, where = manifest_keys(self.folder), f"{self.folder}/{MANIFEST}: "
-            self.rotation = read_rotation(keys, where, layers=columns, tables=self.embeddings)
+        if (declared := self.declared_rotation()) is not None:
+            keys, where, prefix = declared
+            columns = {f"{prefix}{n}.weight": shape[1] for n, shape in self.layers.items()}
+            tables = [prefix + name for name in self.embeddings]
+            self.rotation = read_rotation(keys, where, layers=columns, tables=tables)
 
     def prepare(self) -> None:
         """Read the format's own settings. Raises `UserError` for settings that have no counterpart
         here."""
+
+    def declared_rotation(self) -> tuple[dict[str, Any], str, str] | None:
+        """Return the keys that declare rotated weights, the beginning of messages about them, and what
+        precedes the tensors' names in them; None without a declaration."""
+        path = self.folder / MANIFEST
+        return (manifest_keys(self.folder), f"{path}: ", "") if path.exists() else None
 
     def has_codes(self, name: str, shape: tuple[int, int]) -> bool:
         """Whether a linear layer of this shape has codes. Raises `UserError` for invalid scales."""
@@ -301,7 +308,7 @@ def ternary_reader(config: dict[str, Any], files: WeightFiles | None) -> str | N
             read, only = ("bits", "group_size"), {"mode": "affine"}
             check_fields(fields, read, f"config.json: {_MLX_ENTRY}", only)
         del config[_MLX_ENTRY]
-        return "foreign.MlxFolder"
+        return "mlx_folder.MlxFolder"
     if files is None:
         return None
     first = min((name for name in files.shapes if name.endswith("proj.weight")), default="")
@@ -335,57 +342,3 @@ class TernaryFloats(ForeignFolder):
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
         return ternary_of_floats(self.files.read(name, part), name)
-
-
-class MlxFolder(ForeignFolder):
-    """A folder of MLX's 2-bit format: words of 16 codes q, with value = q * scale + bias for each group.
-    The values are ternary, (q - 1) * scale, where bias = -scale."""
-
-    tool = "MLX 2-bit"
-
-    def prepare(self) -> None:
-        """Raises `UserError` for words, scales and biases that do not belong together."""
-        shapes, dtypes = self.files.shapes, self.files.dtypes
-        self.quantised = {n.removesuffix(".scales") for n in shapes if n.endswith(".scales")}
-        self.shapes = shapes = dict(shapes)
-        for name in self.quantised:
-            words, scales, biases = (
-                shapes.get(f"{name}.{end}", ()) for end in ("weight", "scales", "biases")
-            )
-            are_words = dtypes.get(f"{name}.weight") in ("U32", "I32") and len(words) == 2
-            are_words &= dtypes[f"{name}.scales"] in ("F32", "F16", "BF16")
-            runs = scales[1] if len(scales) == 2 and are_words and scales[0] == words[0] else 0
-            if scales != biases or not runs or CODES_PER_WORD * words[1] % runs:
-                raise UserError(
-                    f"layer {name} of {self.folder}: its words {list(words)}, scales {list(scales)} and "
-                    f"biases {list(biases)} do not belong together"
-                )
-            shapes[f"{name}.weight"] = (words[0], CODES_PER_WORD * words[1])
-            del shapes[f"{name}.scales"], shapes[f"{name}.biases"]
-
-    def has_codes(self, name: str, shape: tuple[int, int]) -> bool:
-        is_layer = name in self.quantised and name != "lm_head"
-        return is_layer and self.shapes[f"{name}.weight"] == shape
-
-    def ternary(self, layer: str) -> TernaryWeight:
-        return with_fewest_scales(*self._codes_and_scales(layer, slice(None)), layer)
-
-    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
-        module = name.removesuffix(".weight")
-        if module not in self.quantised:
-            return ternary_of_floats(self.files.read(name, part), name)
-        return with_fewest_scales(*self._codes_and_scales(module, part), module)
-
-    def stored_values(self, name: str, part: slice = slice(None)) -> Tensor:
-        module = name.removesuffix(".weight")
-        if module not in self.quantised:
-            return super().stored_values(name, part)
-        return TernaryWeight(*self._codes_and_scales(module, part)).values()
-
-    def _codes_and_scales(self, name: str, part: slice) -> tuple[Tensor, Tensor]:
-        words, scales = (self.files.read(f"{name}.{end}", part) for end in ("weight", "scales"))
-        if not torch.equal(self.files.read(f"{name}.biases", part), -scales):
-            raise UserError(f"layer {name} of {self.folder} is not ternary: a bias is not -scale")
-        # `unpack_words` returns q - 2, which compressed-tensors' words stand for.
-        codes = unpack_words(words.view(torch.int32), CODES_PER_WORD * words.shape[1]) + 1
-        return codes, scales

@@ -96,7 +96,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
 
     # With peft, transformers would load the model that an adapter names, from anywhere.
     folder, config, entry = open_folder(path_or_id)
-    check_weights_as_stored(config, folder)
+    check_weights_as_stored(folder)
     method = str(entry.get("quant_method"))
     if entry and not {method, f"{method}_4bit"} & AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
         # transformers would skip it, and take the stored values for the weights.

@@ -13,13 +13,14 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.config_fields import (
     MOST_LAYERS,
     QWEN35,
-    QWEN35_COMPOSITE,
+    QWEN35_COMPOSITES,
     check_basis,
     check_fields,
 )
@@ -188,23 +189,22 @@ def check_layers(config: dict[str, Any], folder: Path) -> None:
             )
 
 
-def check_weights_as_stored(
-    config: dict[str, Any], folder: Path, rotated_by: Collection[str] = ()
-) -> None:
+def check_weights_as_stored(folder: Path, rotated_by: Collection[str] = ()) -> None:
     """Raise `UserError` for a folder whose weights cannot be used as they are: an adapter belongs to
-    them, they are in a rotated basis, which files in `rotated_by` may say, or a setting of the method
-    bitnet is unknown."""
+    them, they are in a rotated basis, which files and settings in `rotated_by` may say, or a setting of
+    the method bitnet is unknown."""
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} holds an adapter (adapter_config.json): merge it first")
     names = [path.name for path in folder.iterdir() if path.suffix in _DECLARING]
-    check_basis(dict.fromkeys(set(names).difference(rotated_by), True), str(folder))
-    tables = [config]
+    check_basis(dict.fromkeys(names, True), str(folder), rotated_by)
+    tables = [read_config(folder)]
     for table in tables:
-        check_basis(table, str(folder / CONFIG_FILE))
+        check_basis(table, str(folder / CONFIG_FILE), rotated_by if table is tables[0] else ())
         nested = [value for value in table.values() if isinstance(value, dict)]
         tables += [value for value in nested if value.get("quant_method") in _METHODS]
-    if (entry := quantization_entry(config)).get("quant_method") == "bitnet":
-        check_fields(entry, _BITNET, f"{folder / CONFIG_FILE}: quantization_config")
+    for entry in map(quantization_entry, tables):
+        if entry.get("quant_method") == "bitnet":
+            check_fields(entry, _BITNET, f"{folder / CONFIG_FILE}: quantization_config")
 
 
 def check_file(path: Path, folder: Path | None = None) -> None:
@@ -340,7 +340,11 @@ class WeightFiles:
         return cls([file_inside(folder, name) for name in names])._of_text_model()
 
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
-        """Return the same tensors under other names, without those whose new name is empty."""
+        """Return the same tensors under other names, without those whose new name is empty. Raises
+        `UserError` if two get the same name."""
+        names = sorted(filter(None, map(new, self.shapes)))
+        if twice := {name for name, other in pairwise(names) if name == other}:
+            raise UserError(f"{self.folder} has two tensors for {min(twice)}")
         files = copy.copy(self)
         for field in ("shapes", "dtypes", "_places"):
             named = {new(name): each for name, each in getattr(self, field).items() if new(name)}
@@ -351,11 +355,15 @@ class WeightFiles:
         """Return a Qwen3.5 language model's tensors under its names, without those of an image encoder
         and of layers that predict several tokens; return any other model's unchanged."""
         model_type = read_json_if_there(self.folder / CONFIG_FILE).get("model_type")
-        if model_type not in (QWEN35, QWEN35_COMPOSITE):
+        if model_type not in (QWEN35, *QWEN35_COMPOSITES):
             return self
-        ours = [name for name in self.shapes if not name.startswith(("mtp.", "model.visual."))]
-        names = {name: name.replace("model.language_model.", "model.", 1) for name in ours}
-        return self.renamed(lambda name: names.get(name, ""))
+
+        def new_name(name: str) -> str:
+            name = name.replace("model.language_model.", "model.", 1)
+            name = name.removeprefix("language_model.")  # in front, in MLX's folders
+            return "" if name.startswith(("mtp.", "model.visual.", "vision_tower.")) else name
+
+        return self.renamed(new_name)
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes

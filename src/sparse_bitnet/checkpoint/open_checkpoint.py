@@ -5,7 +5,8 @@ import importlib
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
-from sparse_bitnet.checkpoint.declared_rotation import MANIFEST
+from sparse_bitnet.checkpoint.config_fields import QWEN35_COMPOSITES
+from sparse_bitnet.checkpoint.declared_rotation import MANIFEST, MLX_KEYS
 from sparse_bitnet.checkpoint.load import open_folder
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
@@ -29,6 +30,11 @@ _READERS = {
     "compressed-tensors": ("foreign", "foreign.CompressedTensors"),
 }
 """quant_method in config.json, None for none -> kind, and the class here that opens it."""
+_ROTATED_BY = {
+    "foreign.TernaryFloats": (MANIFEST,),
+    "mlx_folder.MlxFolder": (MLX_KEYS, "hadamard_config", f"model_type {QWEN35_COMPOSITES[1]}"),
+}
+"""Class that reads rotated weights -> the files and settings of config.json that declare them."""
 _TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names of a head and of the embedding to which it may be tied."""
 
@@ -78,7 +84,6 @@ def find_checkpoint(path: str | Path) -> StoredModel:
 
         return GgufCheckpoint(Path(name))
     folder, config, entry = open_folder(name)
-    declared = dict(config)
     method = entry.get("quant_method")
     kind, reader = _READERS.get(method if method is None else str(method), ("unknown", ""))
     is_read = kind not in ("packed", "unknown") and any(folder.glob("model*.safetensors"))
@@ -93,9 +98,7 @@ def find_checkpoint(path: str | Path) -> StoredModel:
             kind, reader = "foreign", by_looking
         elif config.get("model_type") == "bitnet" or has_linear_norms(files):
             kind, reader = _READERS["bitnet"]
-    # Rotated weights are read where they are ternary floats.
-    rotated_by = [MANIFEST] if reader == "foreign.TernaryFloats" else []
-    check_weights_as_stored(declared, folder, rotated_by)
+    check_weights_as_stored(folder, _ROTATED_BY.get(reader, ()))
     if config.get("tie_word_embeddings") is not False and files is not None:
         tables = [name for name in files.shapes if name.endswith(_TABLES)]
         if len(tables) == 2 and not files.equal(*tables):

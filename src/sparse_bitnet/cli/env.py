@@ -24,7 +24,8 @@ tiiuae/Falcon-E-*-GGUF|1.8, 3.1 B|Falcon|GGUF I2_S|exact
 tiiuae/Falcon3-*-1.58bit|1 to 10 B|Falcon|uint8 packed, inverse scale|exact
 HF1BitLLM/Llama3-8B-1.58-*|8 B|see the hub|uint8 packed|exact
 Ternary-Bonsai|1.7 to 8 B|Apache 2.0|GGUF Q2_0, MLX 2-bit, floats|exact
-Ternary-Bonsai-27B|27 B|Apache 2.0|GGUF Q2_0 (Qwen3.5)|exact
+Ternary-Bonsai-27B|27 B|Apache 2.0|GGUF Q2_0, MLX 2-bit (Qwen3.5)|exact
+Ternary-Bonsai-2|2 to 27 B|see the hub|GGUF PQ2_0, PTQ1_0, MLX 2-bit, rotated|exact, packed only
 1bitLLM/bitnet_b1_58-*|0.7 to 3 B|see the hub|float masters, norms before o, down|quantised once
 microsoft/BitNet-embedding-0.6B, -270M|0.6, 0.27 B|MIT|bfloat16 masters, norms in linears|quantised once
 microsoft/BitNet-embedding-*-GGUF|0.6, 0.27 B|MIT|GGUF I2_S, norms in linears|exact
