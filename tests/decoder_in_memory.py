@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packed_models import tiny_model_config
+from factories import tiny_model
 from sparse_bitnet import _cpu
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -23,12 +23,9 @@ def random_model(
     family: str = "qwen2", *, seed: int = 0, format: str = "ternary-6:8", **changes: Any
 ) -> Any:
     """A converted float32 model whose biases and norms are not their initial values."""
-    import transformers
-
-    torch.manual_seed(seed)
-    config = tiny_model_config(family, **({"tie_word_embeddings": family != "bitnet"} | changes))
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
-    model = convert_(model.float(), SparseBitConfig.parse(format)).eval()
+    ties = {"tie_word_embeddings": family != "bitnet"}
+    model: Any = tiny_model(family, seed=seed, **(ties | changes))
+    model = convert_(model, SparseBitConfig.parse(format)).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=0.6, std=0.2)

@@ -2,9 +2,12 @@
 """Small layers and models that tests build."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
@@ -84,6 +87,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(
             **(sizes | grouped | QWEN35 | changes)
         ),
+        "bitnet": lambda: transformers.BitNetConfig(
+            **(sizes | grouped | {"hidden_act": "relu2"} | changes)
+        ),
         "granite": lambda: transformers.GraniteConfig(**(sizes | grouped | changes)),
         "cohere": lambda: transformers.CohereConfig(**(sizes | grouped | changes)),
         "gpt_neox": lambda: transformers.GPTNeoXConfig(**(sizes | changes)),
@@ -100,6 +106,21 @@ def tiny_model(
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Give keys of the JSON object in a file other values; `...` removes a key."""
+    content = json.loads(path.read_text("utf-8")) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def edit_tensors(folder: Path, changes: dict[str, Any]) -> None:
+    """Give tensors of a folder other values, or those that a function returns; None removes a tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name]) if callable(change) else change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
 def changed(checkpoint: Checkpoint, **values: Any) -> Checkpoint:

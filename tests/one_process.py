@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several commands in one fresh process, which imports what they need once."""
+"""A fresh process for a script, or for several commands, which imports what they need once."""
 
 import json
 import subprocess
@@ -32,6 +32,14 @@ for program, *arguments in json.loads(sys.argv[1]):
     told.append([code, output.getvalue(), errors.getvalue()])
 print(json.dumps(told))
 """
+
+
+def run_python(script: str, *arguments: str) -> str:
+    """Return what a script prints in a fresh process; fail with its errors."""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Done(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from factories import tiny_config
+from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
@@ -19,22 +19,6 @@ FAMILIES = (
     *("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text", "hunyuan_v1_dense"),
     "qwen3_5_text",
 )
-
-
-def tiny_model_config(family: str, **changes: Any) -> Any:
-    """Return `factories.tiny_config`, or one of BitNet b1.58."""
-    if family != "bitnet":
-        return tiny_config(family, **changes)
-    from transformers import BitNetConfig
-
-    values = tiny_config("llama", **changes).to_dict()
-    sizes = {
-        name: values[name] for name in values if name.startswith(("num_", "vocab", "hidden_s"))
-    }
-    sizes |= {name: values[name] for name in ("intermediate_size", "max_position_embeddings")}
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    sizes["hidden_act"] = changes.get("hidden_act", "relu2")
-    return BitNetConfig(**sizes, **ids, tie_word_embeddings=values["tie_word_embeddings"])
 
 
 def make_packed(
@@ -51,11 +35,8 @@ def make_packed(
 
     `dense`: end of the names of linears that stay as they are.
     """
-    from transformers import AutoModelForCausalLM
-
     register()
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(tiny_model_config(family, **changes))
+    model = tiny_model(family, seed=7, **changes)
 
     def is_chosen(module: nn.Module, name: str) -> bool:
         kept = ("lm_head", "in_proj_a", "in_proj_b", *([dense] if dense else []))
@@ -80,6 +61,26 @@ def load_reference(folder: Path) -> Any:
 def reference_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     """float32 [tokens, vocab]."""
     return load_reference(folder)(torch.tensor([tokens])).logits[0].numpy()
+
+
+def all_logits(engine: Any, tokens: list[int], what: str = "all") -> np.ndarray:
+    """float32 [tokens, vocab] of a fresh sequence of the CPU engine, or its hidden states."""
+    sequence = engine.new_sequence()
+    (logits,) = engine.forward([(sequence, tokens)], what)
+    sequence.close()
+    return logits
+
+
+def engine_logits(folder: Path, tokens: list[int], what: str = "all", **options: Any) -> np.ndarray:
+    """`all_logits` of a folder; by default neither the cache nor the head is rounded."""
+    from sparse_bitnet.engine.engine import Engine
+
+    exact = {"head": "stored", "kv_cache": "float32", "threads": 1}
+    engine = Engine.load(folder, **(exact | options))
+    try:
+        return all_logits(engine, tokens, what)
+    finally:
+        engine.close()
 
 
 def errors(logits: np.ndarray, expected: np.ndarray) -> np.ndarray:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from factories import tiny_config
+from factories import edit_tensors, tiny_config
 from packed_models import load_reference, reference_logits
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
@@ -31,9 +30,7 @@ def test_the_language_model_of_a_composite_folder(tmp_path: Path, ties: bool) ->
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=ties)
     whole = AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
-    file = tmp_path / "whole" / "model.safetensors"
-    tensors = load_file(file) | {"mtp.fc.weight": torch.zeros(64, 128)}
-    save_file(tensors, file, metadata={"format": "pt"})
+    edit_tensors(tmp_path / "whole", {"mtp.fc.weight": torch.zeros(64, 128)})
 
     source = open_checkpoint(tmp_path / "whole")
     assert source.config["model_type"] == "qwen3_5_text"

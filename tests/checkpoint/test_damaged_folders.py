@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from factories import edit_json
 from small_models import write_models
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -118,8 +119,7 @@ def test_sizes_are_compared_with_the_file_first(
     kind, read = READERS[reader]
     folder = tmp_path / "folder"
     shutil.copytree(models / kind, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {size: (1 << 31) - 1}))
+    edit_json(folder / "config.json", **{size: (1 << 31) - 1})
     # The engine's own check names the tensor that is not of that size.
     with pytest.raises(
         UserError, match="is missing|the model needs|needs|expected|overflow|" + size

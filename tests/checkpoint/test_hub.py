@@ -3,8 +3,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, Zamba2Config
 
 from factories import MODEL_FAMILIES, tiny_model
+from one_process import run_python
 from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
@@ -119,9 +118,7 @@ torch.set_num_threads(1)
 model = transformers.AutoModelForCausalLM.from_pretrained({str(saved)!r})
 torch.save((model.state_dict(), model(torch.arange(24).view(2, 12)).logits), sys.argv[1])
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "loaded.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script, str(tmp_path / "loaded.pt"))
     state, logits = torch.load(tmp_path / "loaded.pt")
     model = from_pretrained(saved)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

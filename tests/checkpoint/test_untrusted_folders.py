@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from factories import edit_json, edit_tensors
 from small_models import write_models
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import check_folder, file_inside, local_folder, read_json
@@ -59,15 +59,11 @@ def plant(request: pytest.FixtureRequest, models: Path, tmp_path: Path):
         folder = tmp_path / kind
         shutil.copytree(models / kind, folder)
         (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-        if request.param.startswith("unknown"):
-            config["model_type"] = "planted"
-        (folder / "config.json").write_text(json.dumps(config))
-        path = folder / "tokenizer_config.json"
-        tokenizer = json.loads(path.read_text("utf-8"))
-        tokenizer |= {"auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}}
-        path.write_text(json.dumps(tokenizer | {"tokenizer_class": "Tokenizer"}))
+        code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        kind = {"model_type": "planted"} if request.param.startswith("unknown") else {}
+        edit_json(folder / "config.json", auto_map=code, **kind)
+        own = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}}
+        edit_json(folder / "tokenizer_config.json", **own, tokenizer_class="Tokenizer")
         return folder
 
     return make
@@ -135,10 +131,8 @@ def test_links_that_lead_out_are_refused(
 
 def test_a_model_larger_than_its_file_is_not_built(models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "trained", tmp_path / "large")
-    path = tmp_path / "large" / "config.json"
-    config = json.loads(path.read_text("utf-8"))
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
-    path.write_text(json.dumps(config | {"vocab_size": size // 2}))
+    edit_json(tmp_path / "large" / "config.json", vocab_size=size // 2)
     with pytest.raises(UserError, match=r"config.json needs [\d,]+ values, more than"):
         from_pretrained(tmp_path / "large")
 
@@ -210,7 +204,9 @@ def test_lone_surrogates_are_refused(folder: Path) -> None:
         read_json(folder / "config.json")
 
 
-@pytest.mark.parametrize("name", ["norun", "runs/norun", "a/b/c", "~/x", "/x/y", "-x/y"])
+@pytest.mark.parametrize(
+    "name", ["norun", "runs/norun", "a/b/c", "~/x", "/x/y", "-x/y", "./x", "../x", "a b"]
+)
 def test_a_mistyped_folder_never_goes_to_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,19 +267,17 @@ def test_weights_in_another_basis_are_refused(
 def test_quantization_that_transformers_would_skip_is_refused(models: Path, tmp_path: Path) -> None:
     """transformers uses the weights of an unknown method unchanged, and drops unknown tensors."""
     folder = shutil.copytree(models / "trained", tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
     part = "model.layers.0.mlp.up_proj"
     for name, is_read in ((f"{part}.pre_quant_scale", False), ("v_head.weight", True)):
-        save_file(tensors | {name: torch.ones(64)}, folder / "model.safetensors", {"format": "pt"})
+        edit_tensors(folder, {name: torch.ones(64)})
         with (
             nullcontext()
             if is_read
             else pytest.raises(UserError, match=f"tensor {name} is not part")
         ):
             from_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = {"quant_method": "frobnicate"}
-    (folder / "config.json").write_text(json.dumps(config))
+        edit_tensors(folder, {name: None})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "frobnicate"})
     with pytest.raises(
         UserError, match=r"neither sparse-bitnet nor transformers reads .*'frobnicate'"
     ):
@@ -295,9 +289,7 @@ def test_a_size_for_each_layer_is_read_where_all_are_the_same(
     models: Path, tmp_path: Path, rest: list[int]
 ) -> None:
     folder = shutil.copytree(models / "trained", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["intermediate_size"] = [96, *rest] if rest else [96, 96]
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", intermediate_size=[96, *rest] if rest else [96, 96])
     with pytest.raises(UserError, match="intermediate_size") if rest else nullcontext():
         pack_checkpoint(folder, tmp_path / "out")
         assert (

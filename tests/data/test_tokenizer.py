@@ -6,6 +6,7 @@ import pytest
 from texts import some_texts
 from transformers import AutoTokenizer, Qwen2Config
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.tokenizer import tokenizer_hash, train_tokenizer, vocabulary_size
 from sparse_bitnet.errors import UserError
@@ -94,9 +95,7 @@ def test_end_token_can_be_chosen(tokenizer_folder: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="has no token '<absent>'"):
         load_tokenizer(tokenizer_folder, eos_token="<absent>")
     tokenizer.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    del config["eos_token"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "tokenizer_config.json", eos_token=...)
     with pytest.raises(UserError, match="names no end-of-text token"):
         load_tokenizer(tmp_path)
 

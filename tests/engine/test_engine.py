@@ -3,8 +3,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,9 @@ import torch
 
 from packed_models import (
     FAMILIES,
+    all_logits,
     assert_close,
+    engine_logits,
     load_reference,
     make_packed,
     reference_logits,
@@ -46,13 +46,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_packed(tmp_path_factory.mktemp("qwen"), max_position_embeddings=256)
-
-
-def all_logits(engine: Engine, tokens: list[int]) -> np.ndarray:
-    sequence = engine.new_sequence()
-    (logits,) = engine.forward([(sequence, tokens)], "all")
-    sequence.close()
-    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,8 +102,7 @@ def test_variants_of_a_family_equal_transformers(
         num_hidden_layers=1,
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
     )
-    engine = Engine.load(folder, **EXACT)
-    assert_close(all_logits(engine, TOKENS), reference_logits(folder, TOKENS))
+    assert_close(engine_logits(folder, TOKENS), reference_logits(folder, TOKENS))
 
 
 @pytest.mark.parametrize("format", ["ternary-8:8", "ternary-2:4", "ternary-2:8"])
@@ -124,8 +116,7 @@ def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) ->
             num_hidden_layers=1,
         )
         for weight_format in ("i2", "b3", "lookup"):
-            engine = Engine.load(folder, weight_format=weight_format, **EXACT)
-            all_formats.append(all_logits(engine, TOKENS))
+            all_formats.append(engine_logits(folder, TOKENS, weight_format=weight_format))
         if packed_format.startswith("nm-e"):
             expected = reference_logits(folder, TOKENS)
     assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
@@ -140,8 +131,7 @@ def test_binary_weights_compute_the_same_in_every_format(tmp_path: Path, pattern
     for packed_format in ("i2", "nm-sign"):
         folder = make_packed(tmp_path / packed_format, format=format, packed_format=packed_format)
         for weight_format in ("i2", "b3", "lookup", "auto"):
-            engine = Engine.load(folder, weight_format=weight_format, **EXACT)
-            all_formats.append(all_logits(engine, TOKENS))
+            all_formats.append(engine_logits(folder, TOKENS, weight_format=weight_format))
     assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
     assert_close(all_formats[0], reference_logits(folder, TOKENS))
     with pytest.raises(UserError, match=r"nm-sign.* exists only in files: choose one of i2"):
@@ -175,8 +165,7 @@ def test_formats_that_do_not_support_a_pattern_are_refused(tmp_path: Path) -> No
     )  # fmt: skip
     expected = reference_logits(folder, TOKENS)
     for weight_format in ("auto", "i2", "b3", "lookup"):
-        engine = Engine.load(folder, weight_format=weight_format, **EXACT)
-        assert_close(all_logits(engine, TOKENS), expected)
+        assert_close(engine_logits(folder, TOKENS, weight_format=weight_format), expected)
     with pytest.raises(UserError, match=r"nm-enum.* exists only in files"):
         Engine.load(folder, weight_format="stored", threads=1)
     with pytest.raises(UserError, match="int4 needs a hidden size in groups of 64"):
@@ -363,23 +352,6 @@ def test_a_very_wide_model_takes_its_prompts_in_smaller_parts(tmp_path: Path) ->
     for token in tokens:
         (wanted,) = engine.forward([(one, [token])])
     assert np.array_equal(last, wanted)
-
-
-def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
-    folder = make_packed(tmp_path, packed_format="nm-enum")
-    script = f"""
-import sys
-from sparse_bitnet.engine.engine import Engine
-engine = Engine.load({str(folder)!r}, threads=1)
-sequence = engine.new_sequence()
-print(engine.forward([(sequence, [1, 2, 3])])[0].shape)
-heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers", "pyarrow"}}
-assert not heavy, heavy
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "(96,)\n"), done.stderr
 
 
 def test_threads_take_turns_and_closing_waits_for_them(qwen: Path) -> None:

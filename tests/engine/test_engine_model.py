@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from factories import edit_json
 from packed_models import make_packed
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError
@@ -38,13 +39,6 @@ def packed(tmp_path: Path, original: Path) -> Path:
 
 def load(folder: Path) -> None:
     Engine.load(folder, threads=1, weight_format="i2").close()
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config |= changes
-    kept = {name: value for name, value in config.items() if value != "(removed)"}
-    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **stated: str) -> None:
@@ -89,7 +83,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
             "layer_types has sliding_attention, use_sliding_window is not set",
         ),
         (
-            {"use_sliding_window": True, "sliding_window": 0, "layer_types": "(removed)"},
+            {"use_sliding_window": True, "sliding_window": 0, "layer_types": ...},
             "sliding_window is 0, not a positive",
         ),
         ({"is_causal": False}, "no counterpart of is_causal"),
@@ -109,7 +103,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is None"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta is -1"),
-        ({"hidden_size": "(removed)"}, "hidden_size is None"),
+        ({"hidden_size": ...}, "hidden_size is None"),
         ({"hidden_size": 128}, r"q_proj\.weight_packed is uint8 \[64, 16\], the model needs"),
         ({"num_hidden_layers": 3}, r"tensor model\.layers\.2\.\S+ is missing"),
         ({"num_hidden_layers": 2**31 - 1}, r"num_hidden_layers is \S+, more than "),
@@ -126,7 +120,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **s
 def test_a_config_that_contradicts_the_file_is_refused(
     packed: Path, changes: dict[str, Any], message: str
 ) -> None:
-    change_config(packed, **changes)
+    edit_json(packed / "config.json", **changes)
     with pytest.raises(UserError, match=message):
         load(packed)
 
@@ -301,7 +295,7 @@ def test_a_ternary_table_has_whole_groups(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     entry = config["quantization_config"] | {"embeddings": "ternary"}
     rewrite(folder, ternary, embeddings="ternary")
-    change_config(folder, quantization_config=entry)
+    edit_json(folder / "config.json", quantization_config=entry)
     with pytest.raises(
         UserError, match=r"weight_scale is float32 \[96, 1\], the model needs .* \[96, 2\]"
     ):

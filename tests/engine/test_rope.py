@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from factories import tiny_config
-from packed_models import FAMILIES, tiny_model_config
+from packed_models import FAMILIES
 from sparse_bitnet.checkpoint.config_fields import rope_of
 from sparse_bitnet.engine.architecture import read_rope
 from sparse_bitnet.errors import UserError
@@ -97,7 +97,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 def test_rope_fields_are_read_as_transformers_reads_them(
     family: str, changes: dict[str, Any]
 ) -> None:
-    written = tiny_model_config(family).to_dict() | {"vocab_size": 96} | copy.deepcopy(changes)
+    written = tiny_config(family).to_dict() | {"vocab_size": 96} | copy.deepcopy(changes)
     if family == "gemma3_text" and changes.get("rope_parameters"):
         with pytest.raises(UserError, match="are not a table that transformers reads"):
             rope_of(written, "test")

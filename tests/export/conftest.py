@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -106,8 +107,7 @@ def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     def edit(**changes: object) -> Path:
         folder = tmp_path / "edited"
         shutil.copytree(checkpoint, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
+        edit_json(folder / "config.json", **changes)
         return folder
 
     return edit

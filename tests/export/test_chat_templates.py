@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates reach other tools, and the CPU engine, as transformers reads them."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.engine.engine_options import EngineOptions
@@ -19,8 +19,7 @@ from sparse_bitnet.generation.open_model import runnable_folder
 def test_gguf_takes_the_template_that_transformers_takes(edited, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="pip install gguf")
     folder = edited()
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "old"}))
+    edit_json(folder / "tokenizer_config.json", chat_template="old")
     (folder / "chat_template.jinja").write_text("new")
 
     def templates(out: str) -> dict[str, object]:

@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-from factories import changed
+from factories import changed, edit_tensors
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
@@ -31,13 +30,6 @@ def exported(checkpoint: Path, tmp_path: Path) -> Path:
 
 def verified(source, exported: Path, config: ExportConfig, on_progress=None) -> Verification:
     return verify(source, exported, config, text_to_verify(source, config), on_progress)
-
-
-def spoil(folder: Path, name: str, change) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        tensors | {name: change(tensors[name])}, folder / "model.safetensors", {"format": "pt"}
-    )
 
 
 def test_an_export_passes(source, exported: Path) -> None:
@@ -61,7 +53,7 @@ def test_an_export_passes(source, exported: Path) -> None:
     ],
 )
 def test_an_export_that_differs_fails(source, exported: Path, name: str, change) -> None:
-    spoil(exported, name, change)
+    edit_tensors(exported, {name: change})
     failures = verified(source, exported, BITNET).failures
     assert any(failure.startswith("log-probabilities") for failure in failures)
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from packed_models import load_reference, make_packed, reference_logits
+from packed_models import engine_logits, load_reference, make_packed, reference_logits
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_config
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import MODEL_TYPES, read_architecture
-from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -127,15 +126,6 @@ def test_a_packed_model_comes_back_as_it_was(packed, tmp_path: Path, name: str, 
     np.testing.assert_array_equal(first, second)
 
 
-def engine_logits(folder: Path, tokens: list[int]) -> np.ndarray:
-    engine = Engine.load(folder, head="stored", kv_cache="float32", threads=1)
-    try:
-        (logits,) = engine.forward([(engine.new_sequence(), tokens)], logits="all")
-        return logits
-    finally:
-        engine.close()
-
-
 def centred(values: np.ndarray) -> np.ndarray:
     """Logits, which a constant does not change, without it."""
     return values - values.mean(-1, keepdims=True)
@@ -173,11 +163,7 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "bitnet 2B4T",
-            {},
-            "llama.cpp does not read bitnet-b1.58: its activation is the squared ReLU",
-        ),
+        ("bitnet 2B4T", {}, "does not read bitnet-b1.58: its activation is the squared ReLU"),
         ("gemma3", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar=24 is not supported"),
         ("bitnet", {"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),

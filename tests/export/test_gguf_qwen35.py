@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_gguf_import import Write, add_tokenizer, by_our_layout, gguf, logits, quantised
+from test_gguf_import import Write, add_tokenizer, by_our_layout, finish, gguf, logits, quantised
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
@@ -142,10 +142,7 @@ def write_qwen35(
             writer.add_tensor(name, values)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

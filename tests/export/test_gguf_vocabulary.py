@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
@@ -57,9 +58,8 @@ def test_added_tokens_that_are_not_special_are_written(changed) -> None:
     flags = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
     tags = [{"id": 384 + n, "content": f"<{n}>", **flags} for n in range(2)]
     folder = changed(added_tokens=[*content["added_tokens"], *tags])
-    path = folder / "tokenizer_config.json"
     more = {"pad_token": "<1>", "bos_token": "<new>", "add_bos_token": True}
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | more))
+    edit_json(folder / "tokenizer_config.json", **more)
     vocabulary = read_vocabulary(folder)
     assert vocabulary["tokens"][384:387] == ["<0>", "<1>", "<new>"]
     assert vocabulary["token_type"][384:388] == [
@@ -88,9 +88,8 @@ def test_bos_and_eos_flags_follow_the_post_processor(changed, checkpoint, around
         special_tokens=[(part, backend.token_to_id(part)) for part in around if part],
     )
     folder = changed(post_processor=json.loads(backend.to_str())["post_processor"])
-    path = folder / "tokenizer_config.json"
     contrary = {"add_eos_token": not last, "add_bos_token": True}
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | contrary))
+    edit_json(folder / "tokenizer_config.json", **contrary)
     if first:
         with pytest.raises(UserError, match="other tokens around a text than bos and eos"):
             read_vocabulary(folder)

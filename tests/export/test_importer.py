@@ -4,8 +4,8 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from factories import edit_json, edit_tensors
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
@@ -29,6 +30,7 @@ from sparse_bitnet.pattern import NMPattern
 
 FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]
 LAYER = "model.layers.0.mlp.gate_proj"
+Exported = Callable[[str], Path]
 
 
 @given(
@@ -51,15 +53,33 @@ def test_masters_give_back_exactly_their_codes_and_scale(
         assert selection.weight_scale == ternary.weight_scale
 
 
+@pytest.fixture(scope="module")
+def exports(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of exports to copy, by their format."""
+    folder = tmp_path_factory.mktemp("exports")
+    for format in (*FORMATS, "dense"):
+        export(checkpoint, folder / format, ExportConfig(format=format))
+    return folder
+
+
+@pytest.fixture
+def exported(exports: Path, tmp_path: Path) -> Exported:
+    """`exported("bitnet")`: a copy, out/ in the test's own folder."""
+    return lambda format: shutil.copytree(exports / format, tmp_path / "out")
+
+
+@pytest.fixture
+def w2a8(exported: Exported) -> Path:
+    return exported("compressed-tensors-w2a8")
+
+
 def test_pattern_of_an_export_is_kept_without_its_registered_functions(
-    checkpoint: Path, tmp_path: Path
+    exported: Exported,
 ) -> None:
     """Readers of an export need not have the functions that its training registered."""
-    export(checkpoint, tmp_path / "out", ExportConfig(format="bitnet"))
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text()) | {"sparse_bitnet_format": "ternary-6:8,quantizer=mine"}
-    path.write_text(json.dumps(config))
-    assert open_checkpoint(tmp_path / "out").format == SparseBitConfig(pattern=NMPattern(6, 8))
+    folder = exported("bitnet")
+    edit_json(folder / "config.json", sparse_bitnet_format="ternary-6:8,quantizer=mine")
+    assert open_checkpoint(folder).format == SparseBitConfig(pattern=NMPattern(6, 8))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -87,41 +107,31 @@ def test_exports_are_imported_exactly(checkpoint: Path, tmp_path: Path, format: 
         assert torch.equal(logits, expected)
 
 
-def test_packing_at_once_writes_what_packing_masters_writes(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
-    import_checkpoint(tmp_path / "out", tmp_path / "masters")
+def test_packing_at_once_writes_what_packing_masters_writes(w2a8: Path, tmp_path: Path) -> None:
+    import_checkpoint(w2a8, tmp_path / "masters")
     pack_checkpoint(tmp_path / "masters", tmp_path / "twice")
-    import_checkpoint(tmp_path / "out", tmp_path / "once", packed="auto")
-    files = sorted(path.name for path in (tmp_path / "twice").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "once").iterdir())
-    for name in files:
-        assert (tmp_path / "twice" / name).read_bytes() == (
-            tmp_path / "once" / name
-        ).read_bytes(), name
+    import_checkpoint(w2a8, tmp_path / "once", packed="auto")
+    once, twice = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("once", "twice")
+    )
+    assert once == twice
 
 
-def test_a_given_pattern_is_checked(checkpoint: Path, tmp_path: Path) -> None:
-    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w8a8"))
-    dense = import_checkpoint(tmp_path / "out", tmp_path / "dense", pattern=NMPattern(8, 8))
+def test_a_given_pattern_is_checked(exported: Exported, tmp_path: Path) -> None:
+    folder = exported("compressed-tensors-w8a8")
+    dense = import_checkpoint(folder, tmp_path / "dense", pattern=NMPattern(8, 8))
     assert dense.format.pattern.is_dense
     with pytest.raises(UserError, match=r"codes do not fit the pattern 2:8.*--pattern 8:8"):
-        import_checkpoint(tmp_path / "out", tmp_path / "no", pattern=NMPattern(2, 8))
+        import_checkpoint(folder, tmp_path / "no", pattern=NMPattern(2, 8))
     with pytest.raises(UserError, match="64 is not a multiple of 5"):
-        import_checkpoint(tmp_path / "out", tmp_path / "no", pattern=NMPattern(2, 5))
+        import_checkpoint(folder, tmp_path / "no", pattern=NMPattern(2, 5))
     assert not (tmp_path / "no").exists()
 
 
-def hugging_face(
-    folder: Path, entry: dict[str, Any] | None, tensors: dict[str, torch.Tensor]
-) -> Path:
+def hugging_face(folder: Path, entry: dict[str, str], tensors: dict[str, torch.Tensor]) -> Path:
     """Another config entry and other tensors in an export."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config.pop("quantization_config", None)
-    config.pop("sparse_bitnet_format", None)
-    path.write_text(json.dumps(config | ({"quantization_config": entry} if entry else {})))
+    edit_json(folder / "config.json", quantization_config=entry, sparse_bitnet_format=...)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -155,9 +165,10 @@ def test_autobitlinear_is_imported_with_its_bias(checkpoint: Path, tmp_path: Pat
     torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.01)
 
 
-def test_published_masters_in_bfloat16_are_imported(checkpoint: Path, tmp_path: Path) -> None:
+def test_published_masters_in_bfloat16_are_imported(
+    checkpoint: Path, exported: Exported, tmp_path: Path
+) -> None:
     """BitNet b1.58's form for training: bf16 weights that the reader quantises in every forward."""
-    export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
     masters = {
         name: tensor.bfloat16()
         for name, tensor in load_file(checkpoint / "model.safetensors").items()
@@ -167,7 +178,7 @@ def test_published_masters_in_bfloat16_are_imported(checkpoint: Path, tmp_path: 
         "linear_class": "autobitlinear",
         "quantization_mode": "online",
     }
-    folder = hugging_face(tmp_path / "out", entry, masters)
+    folder = hugging_face(exported("dense"), entry, masters)
     result = import_checkpoint(folder, tmp_path / "back")
     assert (result.kind, result.layers) == ("bitnet masters", 14)
     stored = load_file(tmp_path / "back" / "model.safetensors")
@@ -202,12 +213,6 @@ def test_bitnet_b1_58_keeps_its_architecture(tmp_path: Path) -> None:
             )
 
 
-@pytest.fixture
-def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
-    export(checkpoint, tmp_path / "out", ExportConfig(format="compressed-tensors-w2a8"))
-    return tmp_path / "out"
-
-
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
@@ -233,9 +238,7 @@ def w2a8(checkpoint: Path, tmp_path: Path) -> Path:
 def test_tensors_without_counterpart_are_refused(
     w2a8: Path, tmp_path: Path, suffix: str, change, message: str
 ) -> None:
-    tensors = load_file(w2a8 / "model.safetensors")
-    tensors[f"{LAYER}.{suffix}"] = change(tensors[f"{LAYER}.{suffix}"])
-    save_file(tensors, w2a8 / "model.safetensors", {"format": "pt"})
+    edit_tensors(w2a8, {f"{LAYER}.{suffix}": change})
     with pytest.raises(UserError, match=f"layer {LAYER}.*{message}"):
         import_checkpoint(w2a8, tmp_path / "no")
     assert os.listdir(tmp_path) == ["out"]
@@ -270,12 +273,11 @@ def test_settings_without_counterpart_are_refused(
         import_checkpoint(w2a8, tmp_path / "no")
 
 
-def test_dense_checkpoints_and_missing_folders_are_refused(
-    checkpoint: Path, tmp_path: Path
+def test_dense_checkpoints_are_refused(
+    checkpoint: Path, exported: Exported, tmp_path: Path
 ) -> None:
-    export(checkpoint, tmp_path / "out", ExportConfig(format="dense"))
     # As it is, its floats are ternary.
-    import_checkpoint(tmp_path / "out", tmp_path / "packed", packed="auto")
+    import_checkpoint(exported("dense"), tmp_path / "packed", packed="auto")
     before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "packed")
     assert after.format.pattern == NMPattern(6, 8)
     assert torch.equal(before.ternary(LAYER).codes, after.ternary(LAYER).codes)
@@ -287,8 +289,6 @@ def test_dense_checkpoints_and_missing_folders_are_refused(
         UserError, match=r"no quantization_config in config.json\) is not importable"
     ):
         import_checkpoint(tmp_path / "out", tmp_path / "no")
-    with pytest.raises(UserError, match="the hub does not provide it"):
-        import_checkpoint("owner/name", tmp_path / "no")
     with pytest.raises(UserError, match="exists already"):
         import_checkpoint(tmp_path / "out", tmp_path / "out")
 
@@ -304,16 +304,13 @@ def test_command_imports_a_folder(
     main(
         ["import", str(w2a8), str(tmp_path / "back"), "--pattern", "8:8", "--packed-format", "auto"]
     )
-    with pytest.raises(SystemExit) as stopped:
-        main(["import", str(w2a8), str(tmp_path / "back")])
-    assert stopped.value.code == 2
 
 
 NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize("packed", [None, "auto"])
-@pytest.mark.parametrize("format", [*FORMATS, "floats"])
+@pytest.mark.parametrize("format", [*FORMATS, "dense"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -330,21 +327,17 @@ NORM = "model.layers.1.input_layernorm.weight"
     ],
 )
 def test_other_tensors_than_those_of_the_model_are_refused(
-    checkpoint: Path,
+    exported: Exported,
     tmp_path: Path,
     format: str,
     packed: str | None,
     change: dict[str, torch.Tensor | None],
     message: str,
 ) -> None:
-    plain = format == "floats"
-    export(checkpoint, tmp_path / "out", ExportConfig(format="dense" if plain else format))
-    path = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(path) | change
-    if plain and change == {f"{LAYER}.weight_scale": None}:
+    exported(format)
+    if format == "dense" and change == {f"{LAYER}.weight_scale": None}:
         change = {f"{LAYER}.weight": None}
-        tensors |= change
-    save_file({k: v for k, v in tensors.items() if v is not None}, path, {"format": "pt"})
+    edit_tensors(tmp_path / "out", change)
     with pytest.raises(UserError, match=message):
         import_checkpoint(tmp_path / "out", tmp_path / "no", packed=packed)
     assert not (tmp_path / "no").exists()

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from packed_models import tiny_model_config, typical_error
+from factories import edit_json, tiny_model
+from packed_models import engine_logits, typical_error
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
@@ -28,13 +29,9 @@ TOKENS = [number * 7 % 96 for number in range(1, 33)]
 
 def reference(family: str, **changes: Any) -> Any:
     """A random model in float32 whose linears are transformers' AutoBitLinear with norms."""
-    from transformers import AutoModelForCausalLM
     from transformers.integrations.bitnet import AutoBitLinear
 
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(
-        tiny_model_config(family, rms_norm_eps=1e-6, **changes)
-    ).float()
+    model: Any = tiny_model(family, seed=5, rms_norm_eps=1e-6, **changes)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name != "lm_head":
             sizes = (module.in_features, module.out_features, False)
@@ -145,7 +142,9 @@ def test_gguf_keeps_linear_norms(tmp_path: Path, checkpoint: Path, family: str) 
         model.model.layers[1].mlp.down_proj.rms_norm.weight.detach(),
     )
     import_checkpoint(file, tmp_path / "back", packed="i2", embeddings="float32")
-    np.testing.assert_array_equal(*(logits_of(tmp_path / name) for name in ("packed", "back")))
+    np.testing.assert_array_equal(
+        *(engine_logits(tmp_path / name, TOKENS) for name in ("packed", "back"))
+    )
 
 
 @pytest.mark.parametrize("format", ["dense", "bitnet", "compressed-tensors-w8a8"])
@@ -157,18 +156,9 @@ def test_exporting_linear_norms_to_folders_is_refused(tmp_path: Path, format: st
     assert not (tmp_path / "out").exists()
 
 
-def logits_of(folder: Path) -> np.ndarray:
-    engine = Engine.load(folder, head="stored", kv_cache="float32", threads=1)
-    (logits,) = engine.forward([(engine.new_sequence(), TOKENS)], "all")
-    engine.close()
-    return logits
-
-
 def test_another_epsilon_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
     import_checkpoint(folder, tmp_path / "packed", packed="i2")
-    config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    config["linear_norms_epsilon"] = 1e-5
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "packed" / "config.json", linear_norms_epsilon=1e-5)
     with pytest.raises(EngineLacks, match="norms of two epsilons"):
         Engine.load(tmp_path / "packed")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """llama.cpp itself: loads the file, makes the same tokens, predicts the same."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -46,10 +46,8 @@ def test_gpt_2_pre_tokenizer_gives_the_same_tokens(
 ) -> None:
     folder = tmp_path / "gpt-2"
     shutil.copytree(checkpoint, folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
     step = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True}
-    content |= {"pre_tokenizer": step, "normalizer": None}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(folder / "tokenizer.json", pre_tokenizer=step, normalizer=None)
     export(folder, tmp_path / "out", ExportConfig(format="gguf-q2_0"))
     tokenizer = load_tokenizer(folder)
     with open_reader("gguf-q2_0", tmp_path / "out", 64) as reader:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -17,20 +18,6 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import check_folder_format, export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
-
-
-def test_codes_and_effective_weights_are_those_of_the_model(
-    source: Checkpoint, checkpoint: Path
-) -> None:
-    model = from_pretrained(checkpoint)
-    assert len(source.layers) == 14
-    for name in source.layers:
-        expected = model.get_submodule(name).select()
-        codes, weight_scale = source.ternary(name)
-        assert torch.equal(codes, expected.codes)
-        assert weight_scale == expected.weight_scale
-        assert torch.equal(source.effective(name), codes * weight_scale)
-        assert source.layers[name] == tuple(codes.shape)
 
 
 def test_everything_else_is_listed_once(source: Checkpoint, checkpoint: Path) -> None:
@@ -63,9 +50,8 @@ def test_a_head_that_the_config_ties_and_the_files_hold_apart_is_kept(
     if kind == "foreign":
         folder = tmp_path / "bitnet"
         export(tmp_path / "trained", folder, ExportConfig(format="bitnet", embeddings="f32"))
-        config = json.loads((folder / "config.json").read_text())
-        assert config["tie_word_embeddings"] is False
-        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+        edit_json(folder / "config.json", tie_word_embeddings=True)
         source = open_checkpoint(folder)
     assert torch.equal(source.read("lm_head.weight"), head)
     assert source.model.all_tied_weights_keys == {}
@@ -130,25 +116,3 @@ def test_a_checkpoint_of_another_kind_names_what_helps(checkpoint, edited, tmp_p
     ):
         with pytest.raises(UserError, match=said):
             open_checkpoint(folder, *kinds)
-
-
-def test_missing_and_misshapen_weights_are_named(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(checkpoint, folder)
-    tensors = load_file(checkpoint / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    save_file(
-        {key: value for key, value in tensors.items() if key != name}, folder / "model.safetensors"
-    )
-    with pytest.raises(UserError, match=f"lacks {name}"):
-        open_checkpoint(folder)
-    norm = "model.layers.1.input_layernorm.weight"
-    rest = {key: value for key, value in tensors.items() if key != norm}
-    save_file(rest, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"lacks {norm}"):
-        open_checkpoint(folder)
-    save_file(tensors | {name: tensors[name][:4].clone()}, folder / "model.safetensors")
-    with pytest.raises(
-        UserError, match=rf"{name} is F32 \[4, 64\], its config.json needs floats \[192, 64\]"
-    ):
-        open_checkpoint(folder)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from factories import changed, tiny_model
-from packed_models import typical_error
+from packed_models import engine_logits, typical_error
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.data.tokenizer import train_tokenizer
-from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -62,9 +61,7 @@ def test_every_packed_format_computes_what_was_trained(
         packed = tmp_path / format
         pack_checkpoint(source, packed, format=format, embeddings="float32")
         assert check_packed(source, packed) == 0
-        engine = Engine.load(packed, head="stored", kv_cache="float32", threads=1)
-        (logits,) = engine.forward([(engine.new_sequence(), list(range(1, 33)))], logits="all")
-        engine.close()
+        logits = engine_logits(packed, list(range(1, 33)))
         assert typical_error(logits, evaluated[0].numpy()) < 1e-5
     assert not open_checkpoint(packed).has_one_scale
 

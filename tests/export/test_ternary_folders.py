@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders without quantization settings whose weights are ternary: detected, and read exactly."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from packed_models import tiny_model_config, typical_error
+from factories import edit_json, edit_tensors, tiny_model
+from packed_models import engine_logits, typical_error
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
-from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.importer import import_checkpoint
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def save_model(folder: Path, family: str, scales_of: Any, dtype: torch.dtype) -> Any:
     """A random model with ternary linears; `scales_of`(rows, columns) gives what codes are times."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(tiny_model_config(family, **SIZES)).to(dtype)
+    model: Any = tiny_model(family, seed=5, **SIZES).to(dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("proj.weight"):
             codes = torch.randint(-1, 2, parameter.shape)
@@ -80,19 +77,15 @@ def test_ternary_floats_are_imported_exactly(
         assert torch.equal(ternary.values(), model.state_dict()[f"{layer}.weight"])
         assert ternary.weight_scale.dtype in (torch.float32, dtype)
     imported = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
-    engine = Engine.load(tmp_path / "packed", head="stored", kv_cache="float32", threads=1)
-    (computed,) = engine.forward([(engine.new_sequence(), list(range(32)))], logits="all")
-    engine.close()
+    computed = engine_logits(tmp_path / "packed", list(range(32)))
     assert typical_error(computed, imported.numpy()) < 1e-5
     assert (imported - logits(model)).norm() < 0.05 * logits(model).norm()
 
 
 def test_a_matrix_that_is_ternary_only_at_first_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", by_row, torch.float16)
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.mlp.up_proj.weight"][100] = torch.randn(256).half()
-    save_file(tensors, path, {"format": "pt"})
+    noise = torch.randn(512, 256).half() * (torch.arange(512) == 100)[:, None]
+    edit_tensors(tmp_path / "model", {UP: lambda weight: weight + noise})
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj .* is not ternary, though"):
         import_checkpoint(tmp_path / "model", tmp_path / "no", packed="i2")
     assert not (tmp_path / "no").exists()
@@ -102,10 +95,7 @@ def test_a_matrix_that_is_ternary_only_at_first_is_refused(tmp_path: Path) -> No
 
 def test_layers_of_zeros_are_named(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", by_row, torch.float16)
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.mlp.up_proj.weight"].zero_()
-    save_file(tensors, path, {"format": "pt"})
+    edit_tensors(tmp_path / "model", {UP: torch.zeros_like})
     with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.up_proj .* only zero weights"):
         import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
     assert not open_checkpoint(tmp_path / "packed").effective("model.layers.1.mlp.up_proj").any()
@@ -122,12 +112,7 @@ def test_tensors_in_two_files_are_refused(tmp_path: Path) -> None:
 
 def test_first_published_bitnet_is_imported(tmp_path: Path) -> None:
     """Llama by its config, two norms more by its tensors; masters in float16."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(5)
-    config = tiny_model_config("bitnet", **SIZES)
-    config.hidden_act = "silu"
-    model = AutoModelForCausalLM.from_config(config).half()
+    model: Any = tiny_model("bitnet", seed=5, hidden_act="silu", **SIZES).half()
     model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     old = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
@@ -136,10 +121,8 @@ def test_first_published_bitnet_is_imported(tmp_path: Path) -> None:
         for name, tensor in load_file(path).items()
     }
     save_file(tensors, path, {"format": "pt"})
-    path = tmp_path / "model" / "config.json"
-    values = json.loads(path.read_text())
-    values |= {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "weight_bits": 1}
-    path.write_text(json.dumps(values))
+    values = {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "weight_bits": 1}
+    edit_json(tmp_path / "model" / "config.json", **values)
     result = import_checkpoint(tmp_path / "model", tmp_path / "packed", packed="i2")
     assert (result.kind, result.layers) == ("bitnet masters", 14)
     packed = open_checkpoint(tmp_path / "packed")
@@ -155,12 +138,8 @@ def test_first_published_bitnet_is_imported(tmp_path: Path) -> None:
 def test_published_falcon_e_is_imported(tmp_path: Path, head_dim: int, revision: str) -> None:
     """A Llama without a bias whose heads need not share out its hidden size. On main rows of four codes a
     byte with the scale's inverse in bfloat16; in the other revision bfloat16 weights."""
-    from transformers import AutoModelForCausalLM
-
     changes = {"head_dim": head_dim, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    torch.manual_seed(6)
-    config = tiny_model_config("llama", **(SIZES | changes), rms_norm_eps=1e-5)
-    model: Any = AutoModelForCausalLM.from_config(config).bfloat16()
+    model: Any = tiny_model("llama", seed=6, rms_norm_eps=1e-5, **(SIZES | changes)).bfloat16()
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         packed[name] = tensor.clone()
@@ -176,9 +155,8 @@ def test_published_falcon_e_is_imported(tmp_path: Path, head_dim: int, revision:
     model.save_pretrained(tmp_path / "model")
     if revision == "main":
         save_file(packed, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-        path = tmp_path / "model" / "config.json"
         entry = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entry}))
+        edit_json(tmp_path / "model" / "config.json", quantization_config=entry)
     result = import_checkpoint(
         tmp_path / "model", tmp_path / "packed", packed="i2", embeddings="float32"
     )
@@ -192,8 +170,5 @@ def test_published_falcon_e_is_imported(tmp_path: Path, head_dim: int, revision:
             checkpoint.ternary(layer).values().bfloat16(), model.state_dict()[f"{layer}.weight"]
         )
     expected = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
-    options: dict[str, Any] = {"head": "stored", "kv_cache": "float32", "threads": 1}
-    engine = Engine.load(tmp_path / "packed", **options)
-    (computed,) = engine.forward([(engine.new_sequence(), list(range(32)))], logits="all")
-    engine.close()
+    computed = engine_logits(tmp_path / "packed", list(range(32)))
     assert typical_error(computed, expected.numpy()) < 1e-5

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from packed_models import engine_logits
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
@@ -39,10 +40,7 @@ def with_ternary_tables(group: int, family: str = "qwen3", **changes: Any) -> An
 
 
 def forward(folder: Path, logits: Any, **options: Any) -> np.ndarray:
-    engine = Engine.load(folder, **(OPTIONS | options))
-    (logits,) = engine.forward([(engine.new_sequence(), TOKENS)], logits=logits)
-    engine.close()
-    return logits
+    return engine_logits(folder, TOKENS, logits, **({"head": "auto"} | OPTIONS | options))
 
 
 def reference_logits(table: TernaryWeight, hidden: np.ndarray, group: int) -> np.ndarray:

@@ -3,13 +3,14 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+
+from one_process import run_python
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 
@@ -137,8 +138,6 @@ address = ctypes.addressof(memory)
 pool.count_visits(3, 1000, 1, address, address + 4000)
 print(pool.threads, set(memory[:1000]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    threads, visits = done.stdout.split(maxsplit=1)
+    threads, visits = run_python(script).split(maxsplit=1)
     assert 1 <= int(threads) < 64
     assert visits == "{3}\n"

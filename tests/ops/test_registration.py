@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels as PyTorch ops: which inputs they take, the dispatcher's contracts, the choice."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from one_process import run_python
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops import backends
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
@@ -139,5 +139,4 @@ _cpu.Kernels.choose().nm_mask(weight.buffer_info()[0], _cpu.Dtype.float32, 100_0
                               view.buffer_info()[0], 2)
 assert bytes(view) == bytes([0, 0, 1, 1, 1, 1, 1, 1]) * 100_000
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_python(code)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from factories import edit_tensors
 from sparse_bitnet.checkpoint import checkpoint as source_module
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
@@ -31,6 +32,7 @@ from sparse_bitnet.packing.formats import FORMATS, needs_exact
 from sparse_bitnet.pattern import NMPattern
 
 Trained = Callable[..., Path]
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -72,9 +74,7 @@ def test_tensors_without_weights_are_named(
     trained: Trained, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
     source = Path(shutil.copytree(trained(), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors[name] = change(tensors[name])
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    edit_tensors(source, {name: change})
     for write in (pack_checkpoint, partial(export, config=ExportConfig(format="dense"))):
         with pytest.raises(UserError, match=f"{name} {message}"):
             write(source, tmp_path / "out")
@@ -102,9 +102,9 @@ def test_values_beyond_float16_are_not_exported_in_it(
 ) -> None:
     pytest.importorskip("gguf")
     source = Path(shutil.copytree(trained(vocab_size=300), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.embed_tokens.weight"][5, 3] = 1e5
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    large = torch.zeros(300, 64)
+    large[5, 3] = 1e5
+    edit_tensors(source, {"model.embed_tokens.weight": large.add})
     with pytest.raises(UserError, match=r"has values beyond .*float16; use --embeddings bf16"):
         export(source, tmp_path / "out", ExportConfig(format=format, embeddings="f16"))
     assert os.listdir(tmp_path) == ["source"]
@@ -199,15 +199,15 @@ def test_run_folders_and_split_files_are_packed(trained: Trained, tmp_path: Path
         ({"model.norm.weight": None}, "lacks model.norm.weight"),
         ({"extra": torch.zeros(1)}, "tensor extra is not part of the model"),
         ({"model.norm.weight": torch.zeros(3)}, r"is F32 \[3\], its config.json needs"),
+        ({UP: None}, f"lacks {UP}"),
+        ({UP: torch.zeros(4, 64)}, rf"{UP} is F32 \[4, 64\], its config.json needs .*\[96, 64\]"),
     ],
 )
 def test_other_tensors_than_those_of_the_model_are_refused(
     trained: Trained, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     source = Path(shutil.copytree(trained(), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors") | changes
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, source / "model.safetensors", {"format": "pt"})
+    edit_tensors(source, changes)
     with pytest.raises(UserError, match=message):
         pack_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
