@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated text: transformers' own, the same in any batch, streamed, bounded, and reusing prefixes."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from factories import tiny_model
 from sparse_bitnet.data.tokenizer import train_tokenizer
@@ -108,21 +105,6 @@ def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
     text = run(engine, PROMPTS[2], tokenizer, stop=(stop, "never"))
     assert text.finish_reason == "stop"
     assert text.text == whole.text[: whole.text.index(stop)]
-
-
-def test_a_stop_string_that_names_a_special_token_ends_a_text(engine, tokenizer):
-    whole = run(engine, PROMPTS[2], tokenizer)
-    end = whole.tokens[4]
-    first = whole.tokens.index(end)
-    backend = train_tokenizer(["some words, some more words"], 270).backend_tokenizer
-    name, content = backend.id_to_token(end), json.loads(backend.to_str())
-    flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
-    content["added_tokens"].append({"id": end, "content": name, "special": True, **flags})
-    special = TextTokenizer(Tokenizer.from_str(json.dumps(content)))
-    text = run(engine, PROMPTS[2], special, stop=(name,))
-    assert text.finish_reason == "stop"
-    assert text.tokens == whole.tokens[: first + 1]
-    assert text.text == tokenizer.decode(whole.tokens[:first])
 
 
 def test_long_prompts_are_computed_in_pieces(model, tokenizer):

@@ -94,10 +94,3 @@ def test_a_run_has_the_template_of_its_final_model(folder, tmp_path):
     model = open_model(tmp_path)
     ask(Conversation(model, max_tokens=6), "some words")
     model.engine.close()
-
-
-def test_a_model_without_template_is_refused(tmp_path):
-    model = open_model(write_models(tmp_path) / "trained")
-    with pytest.raises(UserError, match="no chat template"):
-        Conversation(model, max_tokens=6)
-    model.engine.close()

@@ -2,15 +2,15 @@
 """The engine that is chosen for each model; the CPU engine's path imports no torch."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from factories import edit_json
+from one_process import Done, run_commands
 from small_models import CHAT_TEMPLATE, write_models
-from sparse_bitnet.cli.main import main
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import EngineLacks, UserError
@@ -66,91 +66,65 @@ def test_an_architecture_that_the_engine_lacks_falls_back_and_says_so(tmp_path, 
         open_engine(str(neox), EngineOptions(engine="cpu"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_damaged_packed_folder_is_not_left_to_transformers(folder, tmp_path, name):
-    copy = shutil.copytree(folder / "packed", tmp_path / "packed")
-    if name == "config.json":
-        content = json.loads((copy / name).read_text())
-        (copy / name).write_text(json.dumps(content | {"rms_norm_eps": float("nan")}))
-    else:
-        (copy / name).write_bytes((copy / name).read_bytes()[:-100])
-    code = (
-        "import sys\n"
-        "from sparse_bitnet.cli.main import main\n"
-        "try:\n"
-        "    main(sys.argv[1:])\n"
-        "finally:\n"
-        "    assert 'transformers' not in sys.modules\n"
+def without(module: str, *commands: list[str]) -> list[Done]:
+    """Run commands in one process that must not import a module."""
+    check = ["python", "-c", f"import sys; assert not {{*{module!r}.split()}} & {{*sys.modules}}"]
+    *told, checked = run_commands(
+        [*commands, check], cwd=Path(), env=dict(os.environ), stdin="some words\n"
     )
-    command = [sys.executable, "-c", code, "generate", str(copy), "--prompt", "some words"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"sparse-bitnet: {copy / name}")
-    assert done.stderr.count("\n") == 1
+    assert checked.code == 0, checked.errors
+    return told
 
 
-def test_the_end_token_can_come_from_the_tokenizer(folder, tmp_path):
+def test_a_damaged_packed_folder_is_not_left_to_transformers(folder, tmp_path):
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+    for name in names:
+        damaged = shutil.copytree(folder / "packed", tmp_path / name) / name
+        if name == "config.json":
+            edit_json(damaged, rms_norm_eps=float("nan"))
+        else:
+            damaged.write_bytes(damaged.read_bytes()[:-100])
+    command = ["sparse-bitnet", "generate", "--prompt", "some words"]
+    told = without("transformers", *([*command, str(tmp_path / name)] for name in names))
+    for name, done in zip(names, told, strict=True):
+        assert (done.code, done.output) == (2, "")
+        assert done.errors.startswith(f"sparse-bitnet: {tmp_path / name / name}")
+        assert done.errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("ids", [..., [0, 10**9]])
+def test_the_end_token_of_the_tokenizer_ends_a_text_too(folder, tmp_path, ids):
     copy = shutil.copytree(folder / "packed", tmp_path / "packed")
-    for name in ("config.json", "generation_config.json"):
-        if (copy / name).exists():
-            content = json.loads((copy / name).read_text())
-            content.pop("eos_token_id", None)
-            (copy / name).write_text(json.dumps(content))
-    opened = open_model(copy, EngineOptions())
-    assert opened.end_tokens == {opened.tokenizer.token_id("<|endoftext|>")}
-    opened.engine.close()
-
-
-def test_a_text_ends_too_where_only_the_tokenizer_says_so(folder, tmp_path):
-    copy = shutil.copytree(folder / "packed", tmp_path / "packed")
-    for name, more in (
-        ("tokenizer_config.json", {"eos_token": {"content": "a"}}),
-        ("config.json", {"eos_token_id": [0, 10**9]}),
-    ):
-        content = json.loads((copy / name).read_text())
-        (copy / name).write_text(json.dumps(content | more))
+    edit_json(copy / "tokenizer_config.json", eos_token={"content": "a"})
+    edit_json(copy / "config.json", eos_token_id=ids)
     (copy / "generation_config.json").unlink(missing_ok=True)
     opened = open_model(copy, EngineOptions())
-    assert opened.end_tokens == {0, opened.tokenizer.token_id("a")}
+    assert opened.end_tokens == {*(() if ids is ... else (0,)), opened.tokenizer.token_id("a")}
     opened.engine.close()
 
 
-@pytest.mark.parametrize(
-    "command", [["generate", "--prompt", "some words", "--stats"], ["chat", "--max-tokens", "4"]]
-)
-def test_generating_with_the_cpu_engine_imports_no_torch(folder, command):
-    code = (
-        "import sys\n"
-        "from sparse_bitnet.cli.main import main\n"
-        f"main({[command[0], str(folder / 'packed'), *command[1:]]!r})\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'matplotlib', 'rich'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input="some words\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
-def test_generate_continues_a_prompt_in_python(folder, capsys):
-    """The same text as `generate` prints, without torch."""
+def test_generating_with_the_cpu_engine_imports_no_torch(folder):
+    """Python gives the text that the command prints."""
     packed, options = str(folder / "packed"), ["--max-tokens", "20", "--seed", "3"]
-    main(["generate", packed, "--prompt", "some words", *options])
     code = (
-        "import sys, sparse_bitnet as sb\n"
+        "import sparse_bitnet as sb\n"
         f"model = sb.open_model({packed!r}, sb.EngineOptions(context_length=64))\n"
         "assert isinstance(model.engine, sb.Engine)\n"
         "print('some words' + model.generate('some words', max_tokens=20, seed=3))\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == (capsys.readouterr().out, "")
-    model = open_model(packed)
+    told = without(
+        "torch transformers datasets pyarrow matplotlib rich",
+        ["sparse-bitnet", "generate", packed, "--prompt", "some words", "--stats", *options],
+        ["python", "-c", code],
+        ["sparse-bitnet", "chat", packed, "--max-tokens", "4"],
+    )
+    assert [done.code for done in told] == [0] * 3, told
+    assert (told[0].output, told[1].errors) == (told[1].output, "")
+    assert told[2].output
+
+
+def test_a_prompt_is_continued_in_python(folder):
+    model = open_model(folder / "packed")
     text = model.generate("some words", temperature=0)
     assert text == model.generate("some words", temperature=0)
     cut = model.generate("some words", temperature=0, stop=[text[5:8]])

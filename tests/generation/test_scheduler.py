@@ -78,10 +78,6 @@ def sink(tokenizer):
     return Sink(tokenizer)
 
 
-def generated(generation):
-    return generation.tokens
-
-
 def random_prompts(count, longest=150):
     rng = np.random.default_rng(5)
     return [rng.integers(0, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
@@ -97,8 +93,8 @@ def test_many_generations_get_their_own_tokens(sink):
     assert len(set(ended)) == 40
     for generation in ended:
         request = generation.request
-        assert generated(generation) == greedy(request.prompt, request.max_tokens, VOCAB)
-        assert sink.texts[generation] == "".join(f"{token} " for token in generated(generation))
+        assert generation.tokens == greedy(request.prompt, request.max_tokens, VOCAB)
+        assert sink.texts[generation] == "".join(f"{token} " for token in generation.tokens)
         assert generation.finish_reason == "length"
 
 
@@ -113,7 +109,7 @@ def test_long_prompt_does_not_hold_up_the_others(sink):
     mixed = [sizes for sizes in engine.batches if len(sizes) > 1]
     assert len(mixed) > 10
     assert max(max(sizes) for sizes in mixed) <= 32
-    assert generated(long) == greedy(long.request.prompt, 1, VOCAB)
+    assert long.tokens == greedy(long.request.prompt, 1, VOCAB)
 
 
 def test_prompts_share_a_slice(sink):
@@ -138,8 +134,8 @@ def test_ended_sequences_serve_later_prompts(sink):
     assert (first.cached_tokens, again.cached_tokens) == (0, len(prompt) - 1)
     # The last token drawn was never computed.
     assert longer.cached_tokens == len(first.context) - 1
-    assert generated(again) == generated(first)
-    assert generated(longer) == greedy([*first.context, 1, 2], 10, VOCAB)
+    assert again.tokens == first.tokens
+    assert longer.tokens == greedy([*first.context, 1, 2], 10, VOCAB)
 
 
 def test_nothing_is_computed_for_zero_tokens(sink):
@@ -150,7 +146,7 @@ def test_nothing_is_computed_for_zero_tokens(sink):
         scheduler.submit([sink.request(prompt, 0), sink.request(prompt[:2], 0)])
         ended = sink.wait(2)
     for generation in ended:
-        assert (generated(generation), generation.finish_reason) == ([], "length")
+        assert (generation.tokens, generation.finish_reason) == ([], "length")
 
 
 def test_choices_of_one_prompt_compute_it_once(sink):
@@ -172,7 +168,7 @@ def test_kept_sequences_make_room(sink):
         ended = sink.wait(8)
         assert scheduler.load().kept_prefixes >= 1
     for generation in ended:
-        assert generated(generation) == greedy(generation.request.prompt, 100, VOCAB)
+        assert generation.tokens == greedy(generation.request.prompt, 100, VOCAB)
 
 
 def test_failures_stay_with_the_one_that_fails(sink):
@@ -195,7 +191,7 @@ def test_failures_stay_with_the_one_that_fails(sink):
     assert isinstance(generations[2].failure, RuntimeError)
     for generation in [*generations[:2], generations[3], *generations[5:], later]:
         assert generation.finish_reason == "length"
-        assert generated(generation) == greedy(generation.request.prompt, 1, VOCAB)
+        assert generation.tokens == greedy(generation.request.prompt, 1, VOCAB)
 
 
 def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
@@ -215,7 +211,7 @@ def test_logits_that_are_no_numbers_fail_their_own_generation(sink):
     for generation in (bad, scored):
         assert generation.finish_reason == "error"
         assert "damaged" in str(generation.failure)
-    assert generated(good) == greedy([8], 5, VOCAB)
+    assert good.tokens == greedy([8], 5, VOCAB)
 
 
 def test_requests_for_many_take_turns_with_others(sink):
@@ -303,7 +299,7 @@ def test_prompt_and_output_are_scored(sink):
         entry = only.prompt_scores[place]
         assert entry.logprob == pytest.approx(expected[prompt[place]], abs=1e-9)
         assert [token for token, _ in entry.top] == np.argsort(-expected)[:3].tolist()
-    assert generated(both) == greedy(prompt, 4, VOCAB)
+    assert both.tokens == greedy(prompt, 4, VOCAB)
 
 
 def test_run_steps_where_it_is_called(sink):
