@@ -5,8 +5,6 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,11 @@ from typing import Any
 import pytest
 
 import sparse_bitnet
+from one_process import run_python
 from sparse_bitnet import host
 from test_layering import MODULES, module_name
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def run(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def members(value: Any) -> Iterator[Any]:
@@ -82,7 +73,7 @@ from sparse_bitnet import host
 assert host.available_cores() > 0
 host.limit_memory(1)
 """
-    run(script)
+    run_python(script)
 
 
 @pytest.mark.parametrize(
@@ -133,49 +124,53 @@ import sparse_bitnet.engine.engine
 from sparse_bitnet.generation import open_model, scheduler
 assert not [name for name in {heavy} if name in sys.modules]
 """
-    run(script)
+    run_python(script)
 
 
 def test_importing_loads_neither_torch_nor_transformers_and_prints_nothing() -> None:
-    heavy = ("torch", "transformers", "numpy", "rich", "datasets", "matplotlib")
+    heavy = ("torch", "transformers", "datasets", "pyarrow", "matplotlib")
     script = f"""
 import sys, sparse_bitnet, sparse_bitnet.cli.main
 dir(sparse_bitnet)
+assert not {{"numpy", "rich"}} & {{*sys.modules}}
+import sparse_bitnet.data.loader, sparse_bitnet.data.preparation, sparse_bitnet.data.sources
+import sparse_bitnet.training.config, sparse_bitnet.training.recipes, sparse_bitnet.training.schedule
 assert not [name for name in {heavy} if name in sys.modules]
 """
-    assert run(script) == ""
+    assert run_python(script) == ""
 
 
 @pytest.mark.train
-@pytest.mark.parametrize("name", ["nm_mask", "absmean", "quantize_int8"])
-def test_the_first_operator_of_a_process_runs_the_compiled_kernel(name: str) -> None:
-    """Whichever public name is used first, without another module of the package before it."""
-    script = f"""
-import sparse_bitnet
-sparse_bitnet.{name}
-import torch
-from sparse_bitnet.ops.backends import cpu_kernels
-has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("sparse_bitnet::{name}", "CPU")
-assert has_kernel == (cpu_kernels()[0] is not None)
-"""
-    run(script)
-
-
-@pytest.mark.train
-def test_an_unknown_kernel_is_refused_by_the_first_operator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SPARSE_BITNET_KERNEL", "nonsense")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_the_first_operator_of_a_process_runs_the_compiled_kernel() -> None:
+    """Whichever public name is used first, without another module of the package before it; an unknown
+    kernel is refused then."""
     script = """
-import sparse_bitnet
-try:
-    sparse_bitnet.nm_mask
-except sparse_bitnet.UserError as error:
-    assert "nonsense: choose one of auto" in str(error), error
-else:
-    raise AssertionError("accepted")
+import os, sys
+import torch
+
+def use(name):
+    import sparse_bitnet
+    if name == "nonsense":
+        os.environ["SPARSE_BITNET_KERNEL"] = name
+        try:
+            sparse_bitnet.nm_mask
+        except sparse_bitnet.UserError as error:
+            assert "nonsense: choose one of auto" in str(error), error
+            return
+        raise AssertionError("accepted")
+    getattr(sparse_bitnet, name)
+    from sparse_bitnet.ops.backends import cpu_kernels
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"sparse_bitnet::{name}", "CPU")
+    assert has_kernel == (cpu_kernels()[0] is not None)
+
+for name in ("nm_mask", "absmean", "quantize_int8", "nonsense"):
+    if (child := os.fork()) == 0:
+        use(name)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, name
 """
-    run(script)
+    run_python(script)
 
 
 def test_public_names_are_the_modules_own_and_documented() -> None:

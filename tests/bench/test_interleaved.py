@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from one_process import run_python
 from sparse_bitnet.bench.child import read_bytes
 from sparse_bitnet.bench.interleaved import (
     RooflineMeter,
@@ -22,9 +23,7 @@ from sparse_bitnet.bench.interleaved import (
     turns,
 )
 from sparse_bitnet.bench.options import BenchOptions
-from sparse_bitnet.bench.random_model import write_random_model
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import Shape
 
 PRETENDER = """
@@ -200,18 +199,20 @@ def test_a_step_reads_weights_head_keys_and_values(
     engine.close()
 
 
-def test_bench_measures_the_engine_and_writes_rows(tmp_path: Path) -> None:
+def test_bench_writes_a_model_and_rows_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("sparse_bitnet.engine.engine")
-    write_random_model(tmp_path / "model", "tiny", NMPattern(6, 8))
-    code = (
-        "import sys\n"
-        "from sparse_bitnet.cli.main import main\n"
-        f"main(['bench', {str(tmp_path / 'model')!r}, '--threads', '1', '--prefill', '9',"
-        " '--contexts', '0', '70', '--batches', '1', '3', '--rounds', '2', '--steps', '2',"
-        f" '--out', {str(tmp_path / 'rows.jsonl')!r}])\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    model, out = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
+    words = "--threads 1 --prefill 9 --contexts 0 70 --batches 1 3 --rounds 2 --steps 2 --out"
+    script = f"""
+import sys
+from sparse_bitnet.bench.random_model import write_random_model
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.pattern import NMPattern
+write_random_model({model!r}, "qwen2.5-0.3m", NMPattern(6, 8))
+main(["bench", {model!r}, *{words!r}.split(), {out!r}])
+assert not {{"torch", "transformers"}} & {{*sys.modules}}
+"""
+    run_python(script)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 5
     assert all(row["tokens_per_second"] > 0 for row in rows)

@@ -193,10 +193,7 @@ def test_templates_that_leave_nothing_to_learn_are_refused(
         ("{{ raise_exception('no such roles') }}", "refuses .*no such roles"),
         ("{{ messages[0", "the chat template refuses"),
         (BY_MARKS.replace("== 'assistant'", "== 'robot'"), "marks nothing to learn"),
-        (
-            "{% set all %}" + BY_MARKS + "{% endset %}{{ all[:-3] }}",
-            "changes text that it has marked",
-        ),
+        ("{% set all %}" + BY_MARKS + "{% endset %}{{ all[:-3] }}", "changes text that it has"),
     ):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         with pytest.raises(UserError, match=message):

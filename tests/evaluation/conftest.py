@@ -12,7 +12,7 @@ from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.nn.layer import SparseBitConfig
 
-WORDS = (
+WORDS = [
     "quantise",
     "weight",
     "ternary",
@@ -23,11 +23,22 @@ WORDS = (
     "token",
     "layer",
     "mean",
-)
+]
 LINES = [
     f"for {WORDS[i % 10]}_{i} in {WORDS[i * 7 % 9]}({i * 7}): {WORDS[i * 3 % 10]} += '{WORDS[i % 7]}'"
     for i in range(160)
 ]
+
+
+@pytest.fixture
+def quick_lm_eval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a temporary
+    folder."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    cache = tmp_path_factory.getbasetemp() / "datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from sparse_bitnet.evaluation.harness import evaluate_tasks, load_lm
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.text import TextTokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_lm_eval")
 WORDS = ["some", "words", "more", "talk about", "few"]
 
 TASKS = {
@@ -49,19 +50,6 @@ validation_split: validation
 test_split: null
 doc_to_text: "{text}"
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a temporary
-    folder."""
-    import datasets
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-        cache = tmp_path_factory.getbasetemp() / "datasets"
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.usefixtures("quick_lm_eval")
 
 QUESTIONS = [
     {
@@ -51,17 +52,6 @@ metric_list:
     aggregation: mean
     higher_is_better: true
 """
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path_factory):
-    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a temporary
-    folder."""
-    import datasets
-
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    cache = tmp_path_factory.getbasetemp() / "datasets"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
 
 
 @pytest.fixture
@@ -305,10 +295,7 @@ def test_lm_evals_errors_in_a_task_are_quoted(tasks, monkeypatch, old, new, reas
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (
-            "unsafe_code: true",
-            "ValueError: Attempted to run task: doubling which is marked as unsafe",
-        ),
+        ("unsafe_code: true", "ValueError: Attempted to run task: doubling which is marked as"),
         ("output_type: generate_until", "AssertionError: Invalid configuration"),
     ],
 )

@@ -44,16 +44,6 @@ def test_run_folder_stands_for_its_final_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["no/such/folder", "./missing", "../missing", "a b", "norun", "runs/norun"]
-)
-def test_missing_folders_are_refused_without_asking_the_hub(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match=f"no such checkpoint: no folder or file {name};"):
-        resolve_checkpoint(name)
-
-
-@pytest.mark.parametrize(
     ("config", "message"),
     [(None, "neither a run folder"), ("{}", "neither a run folder"), ("not json", "is damaged")],
 )

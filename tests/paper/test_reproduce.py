@@ -134,17 +134,6 @@ def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path, monkeypatch
     assert (again.trained, again.skipped, again.failed) == (1, 3, ())
 
 
-def test_runs_at_once_give_the_same_numbers(tmp_path, options):
-    numbers = {}
-    for count in (1, 2):
-        out = tmp_path / f"{count}"
-        train_all(small_scale(patterns=("8:8",)), ["sweep"], out, **options | {"workers": count})
-        rows = sorted(read_rows(out), key=lambda row: row["name"])
-        numbers[count] = [(row["name"], row["loss"], row["training_loss"]) for row in rows]
-    assert len(numbers[1]) == 2
-    assert numbers[1] == numbers[2]
-
-
 def interrupt_at(step):
     """`train`, with a Ctrl-C at a step."""
     train = record.train
