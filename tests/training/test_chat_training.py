@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from small_runs import interrupted, losses
 from transformers import BloomConfig, BloomForCausalLM
 
 from factories import tiny_model
@@ -35,10 +36,9 @@ from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.generation.open_model import end_tokens
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
-from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import SummedLoss
 from sparse_bitnet.training.metrics import describe, read_rows
-from sparse_bitnet.training.trainer import Interrupted, train
+from sparse_bitnet.training.trainer import train
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -184,7 +184,7 @@ def test_a_step_without_anything_to_learn_has_no_loss(
     assert result.training_loss == curve[-1]
     assert sum(describe(row).startswith("loss - ") for row in seen) == len(empty)
     first = curve.index(None) + 1
-    stopped_after(again := replace(config, out=config.out + "-again"), first)
+    interrupted(again := replace(config, out=config.out + "-again"), first)
     train(again)
     assert losses(again) == curve
 
@@ -204,10 +204,6 @@ def test_a_run_without_anything_to_learn_is_refused(
     with pytest.raises(UserError, match="no step of this run has anything to learn"):
         train(config)
     assert not Path(config.out).exists()
-
-
-def losses(config: TrainConfig) -> list[float]:
-    return [row["loss"] for row in read_rows(Path(config.out) / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "causal_blocks", "linear"])
@@ -303,21 +299,13 @@ def test_samples_are_greedy_answers_and_change_nothing_of_the_run(
     assert samples[-1][1] == " ".join(f"Why is the sky blue? ... {said}".split())
 
 
-def stopped_after(config: TrainConfig, step: int) -> None:
-    def stop(row: dict[str, Any]) -> None:
-        if row["step"] == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted):
-        train(config, on_step=stop)
-
-
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_stopped_run_resumes(chat_run: Any, lora: int) -> None:
     if lora:
         pytest.importorskip("peft")
     train(straight := chat_run(lora=lora))
-    stopped_after(again := chat_run(lora=lora, out=straight.out + "-again"), 3)
+    again = chat_run(lora=lora, out=straight.out + "-again")
+    interrupted(again, 3, signal.SIGTERM)
     if lora:
         with pytest.raises(UserError, match="holds adapters beside the weights"):
             evaluate([again.out, "--data", straight.data])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import interrupted
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
@@ -17,20 +18,7 @@ from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
 from sparse_bitnet.training import run_folder
-from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.trainer import train
-
-
-def interrupted(config, step):
-    """Folder of the newest checkpoint after a Ctrl-C in a step."""
-
-    def on_step(row):
-        if row["step"] == step:
-            os.kill(os.getpid(), 2)
-
-    with pytest.raises(Interrupted):
-        train(config, on_step=on_step)
-    return list_checkpoints(Path(config.out))[-1].path
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(2, [6, 7]), (0, [2, 4, 6, 7])])

@@ -4,23 +4,25 @@
 import dataclasses
 
 import pytest
+from small_runs import losses
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 from sparse_bitnet.training.trainer import train
 
 
-def losses(config, name: str, tmp_path, **changes) -> list[float]:
+def trained(config, name: str, tmp_path, **changes) -> list[float]:
     config = dataclasses.replace(config, out=str(tmp_path / name), **changes)
     train(config)
-    return [row["loss"] for row in read_rows(tmp_path / name / METRICS_FILE) if "loss" in row]
+    return losses(config)
 
 
 def test_loss_curves_of_both_forwards_agree(small_run, tmp_path):
     config = small_run(steps=20, checkpoint_every=0, learning_rate=1e-3)
     for precision, tolerance in (("float32", 0.0), ("bf16", 2e-2)):
-        fake = losses(config, f"fake-{precision}", tmp_path, precision=precision)
-        integer = losses(config, f"int8-{precision}", tmp_path, precision=precision, forward="int8")
+        fake = trained(config, f"fake-{precision}", tmp_path, precision=precision)
+        integer = trained(
+            config, f"int8-{precision}", tmp_path, precision=precision, forward="int8"
+        )
         assert len(fake) == 20
         assert integer == pytest.approx(fake, abs=tolerance)
 
