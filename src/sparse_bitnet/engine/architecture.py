@@ -156,9 +156,8 @@ class Architecture:
         """
         linears = self.linears(layer)
         shapes = {key: self.linear_shapes(layer)[name] for key, name in linears.items()}
-        hidden = (self.hidden,)
-        named: dict[str, tuple[str, tuple[int, ...]]] = {}
-        named["input_norm"] = ("input_layernorm.weight", hidden)
+        hidden: tuple[int, ...] = (self.hidden,)
+        named = {"input_norm": ("input_layernorm.weight", hidden)}
         behind_attention = ("post_attention_layernorm.weight", hidden)
         if self.model_type == GEMMA3:
             # Gemma also normalises what attention and feed-forward part add to the residual.
