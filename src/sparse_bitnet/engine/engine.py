@@ -9,10 +9,10 @@ import numpy as np
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.architecture import HUNYUAN, Architecture
-from sparse_bitnet.engine.engine_model import EngineModel, open_engine_model
+from sparse_bitnet.engine.engine_model import EngineModel, choose_head, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import FORMATS, LOOKUP_GROUPS, Weights, choose_format, choose_head
+from sparse_bitnet.engine.weights import FORMATS, LOOKUP_GROUPS, Weights, choose_format
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED

@@ -22,6 +22,10 @@ from sparse_bitnet.pattern import NMPattern
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "i2"}
+"""Run-time formats of tables that have a dtype in the file."""
+INT4_GROUP = 64
+"""Values of an int4 head that share a scale."""
 _TABLE_DTYPES = {"bf16": "BF16", "float32": "F32", "int8": "I8", "ternary": "U8"}
 
 
@@ -125,6 +129,28 @@ def open_engine_model(path: str | Path) -> EngineModel:
             "config.json describes"
         )
     return model
+
+
+def choose_head(model: EngineModel, head: str) -> str:
+    """Return the run-time format of the output head (int8, int4, bfloat16, float32 or i2) for an option
+    of `Engine.load`.
+
+    Raises `UserError` for int4 if the hidden size has no groups of 64, and for another format of a
+    ternary head.
+    """
+    stored = STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
+    if head in ("auto", "stored"):
+        head = "int8" if head == "auto" and stored != "i2" else stored
+    if stored == "i2" and head != stored:
+        raise UserError(
+            f"--head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
+            "pack the model with --embeddings bf16"
+        )
+    if head == "int4" and (hidden := model.architecture.hidden) % INT4_GROUP:
+        raise UserError(
+            f"--head int4 needs a hidden size in groups of {INT4_GROUP}, not {hidden}; use int8"
+        )
+    return head
 
 
 def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from sparse_bitnet import __version__, _cpu
 from sparse_bitnet.engine.architecture import ONE_INPUT
-from sparse_bitnet.engine.engine_model import EngineModel
+from sparse_bitnet.engine.engine_model import INT4_GROUP, STORED_NAMES, EngineModel
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.host import cache_folder, cpu_info
@@ -30,9 +30,7 @@ from sparse_bitnet.pattern import NMPattern
 FORMATS = {name: _cpu.WeightFormat[name] for name in ("i2", "b3", "lookup")}
 """Run-time formats of weights."""
 
-_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "i2"}
 _TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
-_INT4_GROUP = 64
 _ALIGNMENT = 64
 _SLACK = 512
 """Readable bytes behind the last row."""
@@ -50,28 +48,6 @@ _DENSE = NMPattern(1, 1)
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
 _TIE = 1.02
 """Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
-
-
-def choose_head(model: EngineModel, head: str) -> str:
-    """Return the run-time format of the output head (int8, int4, bfloat16, float32 or i2) for an option
-    of `Engine.load`.
-
-    Raises `UserError` for int4 if the hidden size has no groups of 64, and for another format of a
-    ternary head.
-    """
-    stored = _STORED_NAMES[model.file.entries[model.table_names[-1]].dtype]
-    if head in ("auto", "stored"):
-        head = "int8" if head == "auto" and stored != "i2" else stored
-    if stored == "i2" and head != stored:
-        raise UserError(
-            f"--head {head}: the head of {model.folder} is ternary and stays so in memory; use auto, or "
-            "pack the model with --embeddings bf16"
-        )
-    if head == "int4" and (hidden := model.architecture.hidden) % _INT4_GROUP:
-        raise UserError(
-            f"--head int4 needs a hidden size in groups of {_INT4_GROUP}, not {hidden}; use int8"
-        )
-    return head
 
 
 def choose_format(
@@ -236,7 +212,7 @@ class Weights:
                 self.kept.append(self._mapped)
             embedding_format, names = head_format, model.table_names
             if not model.architecture.ties_head:
-                embedding_format = _STORED_NAMES[model.file.entries[names[0]].dtype]
+                embedding_format = STORED_NAMES[model.file.entries[names[0]].dtype]
             self.embedding, self.head_bytes = self._table(names[0], embedding_format)
             self.head = self.embedding
             if not model.architecture.ties_head:
@@ -254,7 +230,7 @@ class Weights:
         """Return a table in a format of `choose_head`, and its bytes."""
         architecture = self._model.architecture
         shape = rows, columns = architecture.vocab, architecture.hidden
-        stored = _STORED_NAMES[self._model.file.entries[name].dtype]
+        stored = STORED_NAMES[self._model.file.entries[name].dtype]
         if table_format == "i2":
             return self._ternary_table(name, shape)
         stride = _aligned(columns * _TABLE_BITS[table_format] // 8)
@@ -264,7 +240,7 @@ class Weights:
         if stored == "int8":
             stored_scales = scales = self._model.floats(f"{name}_scale").reshape(-1)
         if table_format in ("int8", "int4") and table_format != stored:
-            groups = columns // _INT4_GROUP if table_format == "int4" else 1
+            groups = columns // INT4_GROUP if table_format == "int4" else 1
             scales = np.empty((rows, groups), np.float32)
         self.kept.append(scales)
         of_stored, of_table = (
@@ -341,8 +317,7 @@ class Weights:
         return matrices, bytes_of_all
 
     def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
-        """Return a matrix's scales as arguments of `_cpu.Matrix`, one per `group` weights unless it is
-        0."""
+        """Return a matrix's scales as arguments of `_cpu.Matrix`, one per `group` weights unless 0."""
         values = self._model.scales(name)
         if group == 0 and values.size == 1:
             return {"scale": values.item()}
@@ -383,8 +358,7 @@ class Weights:
         self._check(name, crc32, is_readable, why)
 
     def _in_place(self, name: str, rows: int, stride: int) -> int | None:
-        """Return a tensor's address in the mapped file if its rows have the run-time layout, else
-        None."""
+        """Return a tensor's address in the mapped file if its rows have the run-time layout."""
         entry, mapped = self._model.file.entries[name], self._mapped
         fits = entry.end - entry.begin == rows * stride and entry.begin % _ALIGNMENT == 0
         read = entry.begin + _in_strips(rows) * stride + _SLACK
