@@ -319,7 +319,9 @@ def test_lora_trains_adapters_and_merges_them(
     chat_run: Any, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
-    train(config := chat_run(lora=4, steps=12))
+    samples = list[int]()
+    train(config := chat_run(lora=4, steps=12), on_sample=lambda step, _: samples.append(step))
+    assert samples == [12]
     said = capsys.readouterr().err
     assert "with the adapters beside the weights; merging them changes" in said
     share = next(

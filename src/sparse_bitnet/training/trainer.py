@@ -42,12 +42,7 @@ from sparse_bitnet.training.device import (
     prepare_device,
     resolve_device,
 )
-from sparse_bitnet.training.distillation import (
-    DistillationLoss,
-    LogitCache,
-    Teacher,
-    find_teacher,
-)
+from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher, find_teacher
 from sparse_bitnet.training.distributed import World, open_world
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
@@ -372,7 +367,7 @@ class Trainer:
         )
 
     def _validate(self, step: int, loss: SummedLoss | None = None) -> dict[str, Any]:
-        """Score the held-out windows by the run's loss, or another one."""
+        """Score the held-out windows by the run's loss, and sample its model; or by a given loss."""
         # Compiling again, for another batch size and without gradients, would take longer.
         with torch.compiler.set_stance("force_eager"):
             mean, tokens = validation_loss(
@@ -420,7 +415,7 @@ class Trainer:
             figures = metrics.selection_metrics(self.layers, counts, by_layer=False)
             zero_fraction = figures["zero_fraction"]
         if self.adapted is not None:
-            beside = self._validate(self.config.steps)
+            beside = self._validate(self.config.steps, self.loss)
             self.loss.model, share = merged(self.adapted)
             self._write({"step": self.config.steps, "merged_codes_changed": share})
             say(
