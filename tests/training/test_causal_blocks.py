@@ -68,3 +68,13 @@ def test_logits_and_gradients_are_those_of_eager_attention(family, length):
     assert len(results[NAME]) == len(results["eager"]) > 10
     for own, wanted in zip(results[NAME], results["eager"], strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [qwen2, doge, inkling])
+def test_tokens_behind_cached_ones_have_the_logits_of_the_whole(family):
+    model, tokens = family().eval(), torch.arange(300).view(1, -1) % 64
+    model.set_attn_implementation(NAME)
+    with torch.no_grad():
+        whole, first = model(tokens).logits, model(tokens[:, :150], use_cache=True)
+        rest = model(tokens[:, 150:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, 150:], rtol=1e-4, atol=1e-6)

@@ -33,16 +33,16 @@ def causal_blocks(
     query.
 
     Args:
-        query: [batch, heads, sequence, head_dim]; `key` and `value` may have fewer heads.
-        attention_mask: added to the scores, [batch or 1, heads or 1, sequence, sequence]; must hide
-            every key after the query's position.
+        query: [batch, heads, sequence, head_dim]; `key` and `value` may have fewer heads, and a past.
+        attention_mask: added to the scores, [batch or 1, heads or 1, sequence, keys]; must hide every
+            key after the query's position.
         position_bias: added too, of the same shape.
 
     Returns [batch, sequence, heads, head_dim].
     """
     # Heads that share keys become rows of one product.
     shared = query.unflatten(1, (key.shape[1], -1))
-    length, parts = query.shape[2], []
+    length, past, parts = query.shape[2], key.shape[2] - query.shape[2], []
     if position_bias is not None:
         attention_mask = attention_mask + position_bias
     # One mask for all is expanded where it is added: expanded earlier, compiled kernels round otherwise.
@@ -52,11 +52,12 @@ def causal_blocks(
     for start in range(0, length, _WIDTH):
         end = min(start + _WIDTH, length)
         rows = shared[:, :, :, start:end].flatten(2, 3)
-        scores = (rows @ key[:, :, :end].transpose(2, 3) * scaling).unflatten(2, (-1, end - start))
-        scores = scores + attention_mask[:, :, heads, start:end, :end]
+        seen = slice(past + end)
+        scores = (rows @ key[:, :, seen].transpose(2, 3) * scaling).unflatten(2, (-1, end - start))
+        scores = scores + attention_mask[:, :, heads, start:end, seen]
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
         weights = F.dropout(weights, dropout, module.training).flatten(2, 3)
-        parts.append((weights @ value[:, :, :end]).unflatten(2, (-1, end - start)))
+        parts.append((weights @ value[:, :, seen]).unflatten(2, (-1, end - start)))
     return torch.cat(parts, 3).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 

@@ -80,10 +80,12 @@ def sample(model: Any, tokenizer: Any, text: list[int]) -> str:
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         text, shown = tokenizer(prompt, add_special_tokens=False)["input_ids"], QUESTION
     with evaluation_mode(model), selected(model):
-        # There is no cache of keys, which `causal_blocks` could not read.
+        ids, cached = text, dict[str, Any]()
         while len(said) < 40 and not np.isin(said[-1:], model.generation_config.eos_token_id).any():
-            ids = torch.tensor([[*text, *said]], device=model.device)
-            said.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+            output = model(torch.tensor([ids], device=model.device), use_cache=True, **cached)
+            said.append(int(output.logits[0, -1].argmax()))
+            cached = {name: output[name] for name in ("past_key_values",) if name in output}
+            ids = said[-1:] if cached else [*text, *said]  # with another cache, all again
     return " ".join(f"{shown} ... {tokenizer.decode(said)}".split())
 
 
