@@ -123,6 +123,13 @@ struct Advance {
   }
 };
 
+// sum [sum_lanes] = sum * factor + added.
+INLINE void add_to_sum(float* sum, float factor, const Floats* added) {
+  UNROLL for (int v = 0; v < sum_vectors; ++v) {
+    store(sum + v * width, FUSED(load_floats(sum + v * width), splat(factor), added[v]));
+  }
+}
+
 // Keys of the page that a row sees.
 INLINE std::int64_t keys_seen(const PageAttention& work, std::int64_t row) {
   const std::int64_t seen = work.visible + row / work.group;
@@ -164,15 +171,14 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
   }
   advance.run(rows, work.state.maximum + first);
   for (int r = 0; r < rows; ++r) {
-    float* sum = work.state.sum + (first + r) * most_lanes;
-    Floats added = {};
+    Floats added[sum_vectors] = {};
     UNROLL for (int v = 0; v < vectors; ++v) {
       float* score = scores + r * page_tokens + v * width;
       const Floats probability = power_of_two(load_floats(score) - work.state.maximum[first + r]);
-      added += probability;
+      added[v % sum_vectors] += probability;
       store(score, probability);
     }
-    store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added));
+    add_to_sum(work.state.sum + (first + r) * sum_lanes, advance.factor[r], added);
   }
   for (int b = 0; b < blocks; ++b) {
     const int begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
@@ -221,23 +227,27 @@ TARGET static void attend_page(const PageAttention& work) {
   }
 }
 
+// a [count] = a * keep + b * add, count a multiple of sum_lanes.
+INLINE void blend(float* a, const float* b, std::int64_t count, const Floats& keep, const Floats& add) {
+  for (std::int64_t i = 0; i < count; i += width) store(a + i, load_floats(a + i) * keep + load_floats(b + i) * add);
+}
+
 TARGET static void merge(const AttentionState& into, const AttentionState& from,
                          std::int64_t rows, std::int64_t padded) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const float a = into.maximum[r], b = from.maximum[r], top = a > b ? a : b;
     const Floats keep = power_of_two(splat(a - top)), add = power_of_two(splat(b - top));
-    float* sum = into.sum + r * most_lanes;
-    store(sum, load_floats(sum) * keep + load_floats(from.sum + r * most_lanes) * add);
-    for (std::int64_t i = r * padded; i < (r + 1) * padded; i += width) {
-      store(into.out + i, load_floats(into.out + i) * keep + load_floats(from.out + i) * add);
-    }
+    blend(into.sum + r * sum_lanes, from.sum + r * sum_lanes, sum_lanes, keep, add);
+    blend(into.out + r * padded, from.out + r * padded, padded, keep, add);
     into.maximum[r] = top;
   }
 }
 
 TARGET static void finish(const AttentionState& state, std::int64_t row, std::int64_t head_dim,
                           float* out) {
-  const Floats sum = splat(sum_of_lanes(load_floats(state.sum + row * most_lanes)));
+  Floats sums[sum_vectors];
+  __builtin_memcpy(sums, state.sum + row * sum_lanes, sizeof sums);
+  const Floats sum = splat(sum_of(sums));
   const float* from = state.out + row * padded_dim(head_dim);
   std::int64_t i = 0;
   for (; i + width <= head_dim; i += width) store(out + i, load_floats(from + i) / sum);

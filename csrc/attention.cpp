@@ -33,7 +33,7 @@ AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int6
       scratch_(threads) {}
 
 std::int64_t AttentionPlan::state_floats(std::int64_t rows) const {
-  return rows * (padded_ + most_lanes) + aligned_floats(rows);
+  return rows * (padded_ + sum_lanes) + aligned_floats(rows);
 }
 
 // Queries; then what int8 and int4 need of them, codes, scales and sums.
@@ -43,7 +43,7 @@ std::int64_t AttentionPlan::query_floats(std::int64_t rows) const {
 
 AttentionState AttentionPlan::state_at(float* memory, std::int64_t rows) const {
   float* sum = memory + rows * padded_;
-  return {sum + rows * most_lanes, sum, memory};
+  return {sum + rows * sum_lanes, sum, memory};
 }
 
 void AttentionPlan::set(const Segment* segments, std::int64_t count) {
@@ -177,7 +177,7 @@ void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
                                  const AttentionState& state) const {
   const std::int64_t rows = task.tokens * group_;
   std::fill_n(state.maximum, rows, nothing_seen);
-  std::fill_n(state.sum, rows * most_lanes, 0.0f);
+  std::fill_n(state.sum, rows * sum_lanes, 0.0f);
   std::fill_n(state.out, rows * padded_, 0.0f);
   const QueryCodes queries = codes_of(scratch, rows);
   const std::int32_t* pages = pages_[task.segment];

@@ -22,13 +22,13 @@ namespace sparse_bitnet {
 
 constexpr std::int64_t query_block = 32;  // tokens of a task with many queries
 constexpr std::int64_t chunk_pages = 8;
-constexpr std::int64_t most_lanes = 16;  // floats of a vector
+constexpr int sum_lanes = 16;  // partial sums of floats, however wide a vector is: one order everywhere
 constexpr float log2_e = 1.44269504f;  // powers of two are cheaper than those of e
 
 // The running softmax of `rows` rows.
 struct AttentionState {
   float* maximum;  // [rows]
-  float* sum;      // [rows, most_lanes]: partial sums, one a lane
+  float* sum;      // [rows, sum_lanes]: partial sums
   float* out;      // [rows, padded_dim]
 };
 

@@ -187,16 +187,15 @@ INLINE float scale_scores(const PageAttention& work, std::int64_t row, std::int3
   return largest_of_page(score);
 }
 
-// Scores in floats -> probabilities relative to the page's largest, times the values' scales, as codes.
-// Returns their lanes' sums, without the scales.
-INLINE Floats soften(const std::int32_t* scores, float largest, const ValueScales& values,
-                     std::int8_t* codes) {
+// Scores in floats -> probabilities relative to the page's largest, times the values' scales, as codes. Adds them
+// to `added`, without the scales.
+INLINE void soften(const std::int32_t* scores, float largest, const ValueScales& values, std::int8_t* codes,
+                   Floats* added) {
   constexpr int vectors = page_tokens / width;
-  Floats added = {};
   Ints code[vectors];
   UNROLL for (int v = 0; v < vectors; ++v) {
     const Floats probability = power_of_two(load<Floats>(scores + v * width) - largest);
-    added += probability;
+    added[v % sum_vectors] += probability;
     // Rounded half to even by an addition, see quantize-inl.h.
     code[v] = bit_cast<Ints>(probability * values.over_largest[v] + 12582912.0f) & 0xff;
   }
@@ -204,7 +203,6 @@ INLINE Floats soften(const std::int32_t* scores, float largest, const ValueScale
     store(codes + 4 * v * width, code[v] | code[v + vectors / 4] << 8 | code[v + vectors / 2] << 16 |
                                      code[v + vectors / 4 * 3] << 24);
   }
-  return added;
 }
 
 // The same, starting at a later row; `seen` of its keys are used.
@@ -272,10 +270,10 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
       own = value_scales_of(work.page, hidden, seen);
       values = &own;
     }
-    const Floats added = soften(scores + r * page_tokens, advance.largest[r], *values,
-                                probabilities + r * page_tokens);
-    float* sum = work.state.sum + (first + r) * most_lanes;
-    store(sum, FUSED(load_floats(sum), splat(advance.factor[r]), added * part[r]));
+    Floats added[sum_vectors] = {};
+    soften(scores + r * page_tokens, advance.largest[r], *values, probabilities + r * page_tokens, added);
+    UNROLL for (Floats& sum : added) sum *= part[r];
+    add_to_sum(work.state.sum + (first + r) * sum_lanes, advance.factor[r], added);
     scales[r] = part[r] * values->largest / 127.0f;
   }
   if constexpr (Unit::is_there) {

@@ -34,7 +34,7 @@ TARGET static void convolve(const Convolution& work) {
                                             : work.past + (token + tap) * work.columns;
         sum += load_floats(work.weights + tap * work.stride + c) * load_floats(from + c);
       }
-      store(row + c, sum / (1.0f + bounded_exponential<false>(-sum)));
+      store(row + c, sum / (1.0f + bounded_exponential(-sum)));
     }
   }
 }

@@ -54,14 +54,15 @@ INLINE V exchanged(const V& v, std::integer_sequence<std::int32_t, I...>) {
 
 using LaneNumbers = std::make_integer_sequence<std::int32_t, width>;
 
-template <int STEP = width / 2>
-INLINE float sum_of_lanes(const Floats& v) {
-  const Floats sum = v + exchanged<STEP>(v, LaneNumbers());
-  if constexpr (STEP == 1) {
-    return sum[0];
-  } else {
-    return sum_of_lanes<STEP / 2>(sum);
-  }
+using Quad = Vector<float, 16>;
+constexpr int sum_vectors = sum_lanes / width;
+
+// The sum of sum_lanes partial sums.
+INLINE float sum_of(const Floats* partial) {
+  Quad quad[sum_lanes / 4];
+  __builtin_memcpy(quad, partial, sizeof quad);
+  const Quad sums = (quad[0] + quad[2]) + (quad[1] + quad[3]);
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
 template <int STEP = width / 2, class V>
@@ -74,35 +75,57 @@ INLINE auto largest_lane(const V& v) {
   }
 }
 
-template <bool FUSE>
-INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
-  if constexpr (FUSE) {
-    return FUSED(a, b, c);
-  } else {
-    return a * b + c;
+struct Halves {
+  Vector<float, VECTOR_BYTES / 2> low, high;
+};
+
+TARGET __attribute__((noinline)) static inline void fuse_lanes(const Floats& a, const Floats& b, Floats& c) {
+  for (int i = 0; i < width; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+}
+
+// a b + c rounded once, without an instruction for it. The product is exact in double. Rounding the sum to double
+// first changes its float only where the bits that go are one half of the last that stays, or where the float is
+// too small to be normal: those few are left to the library.
+INLINE Floats fused_in_software(const Floats& a, const Floats& b, const Floats& c) {
+  using Doubles = Vector<double>;
+  const Halves x = bit_cast<Halves>(a), y = bit_cast<Halves>(b), z = bit_cast<Halves>(c);
+  const Doubles low = __builtin_convertvector(x.low, Doubles) * __builtin_convertvector(y.low, Doubles) +
+                      __builtin_convertvector(z.low, Doubles);
+  const Doubles high = __builtin_convertvector(x.high, Doubles) * __builtin_convertvector(y.high, Doubles) +
+                       __builtin_convertvector(z.high, Doubles);
+  using Half = Vector<float, VECTOR_BYTES / 2>;
+  Floats sum = bit_cast<Floats>(Halves{__builtin_convertvector(low, Half), __builtin_convertvector(high, Half)});
+  Ints lost, rest;
+  unzip<std::int32_t>(bit_cast<Ints>(low), bit_cast<Ints>(high), lost, rest);
+  const Ints is_small = (bit_cast<Ints>(sum) & 0x7fffffff) <= 0x00800000;
+  const Ints is_unsure = ((lost & 0x1fffffff) == 0x10000000) | (is_small & (c != 0.0f));
+  const auto both = bit_cast<Vector<std::int64_t>>(is_unsure);
+  std::int64_t any = 0;
+  UNROLL for (int i = 0; i < lanes<std::int64_t>; ++i) any |= both[i];
+  if (__builtin_expect(any != 0, 0)) {
+    sum = c;
+    fuse_lanes(a, b, sum);
   }
+  return sum;
 }
 
 // e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
 // as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with
-// |r| <= ln 2 / 2, ln 2 in two parts, the first with few bits, so that r is exact without fused
-// arithmetic too; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27. Not fused, it
-// has the same bits on every instruction set.
-template <bool FUSE = true>
+// |r| <= ln 2 / 2, ln 2 in two parts; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27.
 INLINE Floats bounded_exponential(const Floats& x) {
   constexpr float round_to_low_bits = 12582912.0f;
   const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
-  const Floats shifted = fused<FUSE>(bounded, splat(1.44269504f), splat(round_to_low_bits));
+  const Floats shifted = FUSED(bounded, splat(1.44269504f), splat(round_to_low_bits));
   const Floats n = shifted - round_to_low_bits;
-  Floats r = fused<FUSE>(n, splat(-0.693359375f), bounded);
-  r = fused<FUSE>(n, splat(2.12194440e-4f), r);
+  Floats r = FUSED(n, splat(-0.693359375f), bounded);
+  r = FUSED(n, splat(2.12194440e-4f), r);
   Floats y = splat(1.0f / 5040);
-  y = fused<FUSE>(y, r, splat(1.0f / 720));
-  y = fused<FUSE>(y, r, splat(1.0f / 120));
-  y = fused<FUSE>(y, r, splat(1.0f / 24));
-  y = fused<FUSE>(y, r, splat(1.0f / 6));
-  y = fused<FUSE>(y, r, splat(0.5f));
-  y = fused<FUSE>(y, r * r, r) + 1.0f;
+  y = FUSED(y, r, splat(1.0f / 720));
+  y = FUSED(y, r, splat(1.0f / 120));
+  y = FUSED(y, r, splat(1.0f / 24));
+  y = FUSED(y, r, splat(1.0f / 6));
+  y = FUSED(y, r, splat(0.5f));
+  y = FUSED(y, r * r, r) + 1.0f;
   // The low bits of `shifted` are n; those above them leave the register.
   return y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
 }

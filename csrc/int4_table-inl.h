@@ -2,21 +2,11 @@
 // quantize_int4 of isa.h, on top of float_vector-inl.h. Every instruction set adds in the same
 // order, over the same number of lanes, and returns the same bits.
 
-constexpr int group_size = int4_group, sum_lanes = 16;
-constexpr int group_vectors = group_size / width, sum_vectors = sum_lanes / width;
-
-using Quad = Vector<float, 16>;
+constexpr int group_size = int4_group, group_vectors = group_size / width;
 
 struct Group {
   Floats v[group_vectors];
 };
-
-INLINE float sum_of(const Floats* partial) {
-  Quad quad[sum_lanes / 4];
-  __builtin_memcpy(quad, partial, sizeof quad);
-  const Quad sums = (quad[0] + quad[2]) + (quad[1] + quad[3]);
-  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
 
 // The value of largest magnitude.
 INLINE float extreme_of(const Group& values) {

@@ -3,7 +3,7 @@
 // including file defines
 //   ISA                  its name; the result is vector_<ISA>
 //   TARGET, VECTOR_BYTES
-//   FUSED(a, b, c)       a * b + c, rounded once where the instruction set can
+//   FUSED(a, b, c)       a * b + c, rounded once
 //   WIDEN_HALF(from)     a vector of float16 as floats
 //   NARROW_HALF(to, v)   floats to the nearest finite float16, half to even
 //   FLOAT_REGISTERS      vector registers
@@ -48,6 +48,7 @@ namespace JOIN(kernels_, ISA) {
 #include "int4_table-inl.h"
 #include "elementwise-inl.h"
 #include "delta_net-inl.h"
+#include "matmul_table-inl.h"
 #include "attention-inl.h"
 #include "attention_int4-inl.h"
 #include "attention_int8-inl.h"
@@ -55,10 +56,9 @@ namespace JOIN(kernels_, ISA) {
 template <class Unit>
 constexpr VectorKernels kernels_on() {
   return {
-      nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,
-      quantize_int4, add_and_norm,   gated,         rotate,         hadamard,
-      attend<Unit>,  merge,          finish,        append,         dot,
-      convolve,      delta_rule,
+      nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,  quantize_int4,
+      add_and_norm,  gated,          rotate,        hadamard,       attend<Unit>,   merge,
+      finish,        append,         dot,           convolve,       delta_rule,     multiply_table,
   };
 }
 

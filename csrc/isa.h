@@ -25,6 +25,7 @@ struct Convolution;
 struct DeltaRule;
 struct MatmulKernels;
 struct RooflineLoops;
+struct Table;
 
 // Kernels written in terms of vectors of any width (isa-inl.h).
 struct VectorKernels {
@@ -82,6 +83,10 @@ struct VectorKernels {
   float (*dot)(const float* a, const float* b, std::int64_t n);
   void (*convolve)(const Convolution& work);
   void (*delta_rule)(const DeltaRule& work);
+
+  // y[:, begin:end] of matmul_table, any number of tokens; the same bits everywhere.
+  void (*multiply_table)(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
+                         std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride);
 };
 
 extern const VectorKernels vector_generic, vector_avx2, vector_avxvnni, vector_avx512, vector_avx512vnni,

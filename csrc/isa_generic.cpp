@@ -12,7 +12,7 @@
                                    vmull_high_s8(int8x16_t(a), int8x16_t(b)))))
 #define DOT_UNSIGNED DOT_SIGNED
 #else
-#define FUSED(a, b, c) ((a) * (b) + (c))
+#define FUSED(a, b, c) fused_in_software(a, b, c)
 #define FLOAT_REGISTERS 16
 #endif
 #define WIDEN_HALF(from) widen_half_in_software(from)

@@ -11,7 +11,6 @@
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
 //   Bytes three_quarters(Bytes v)                    of b3: floor(3 v / 256) in bits 6 and 7
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
-//   Floats multiply_add(Floats a, Floats b, Floats c)     a b + c, rounded once
 // with PAIRED_TILES dot_pairs, for tiles in pairs of rows, and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
 
 #if defined(NARROW_SUMS)
@@ -39,9 +38,8 @@ INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
 #include "matmul_wide-inl.h"
 #endif
 #include "matmul_multiply-inl.h"
-#include "matmul_table-inl.h"
 
 template <class Unit>
 constexpr MatmulKernels kernels_on(std::int64_t tiles_from) {
-  return {quantize_token, sum_groups, multiply_on<Unit>, tiles_from, multiply_table};
+  return {quantize_token, sum_groups, multiply_on<Unit>, tiles_from};
 }

@@ -303,7 +303,7 @@ void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x,
                   std::int64_t y_stride) {
   const std::int64_t size = rows_a_piece(table.rows, 8 * pool.threads());
   pool.parallel_for_ranges(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
-    kernels.matmul.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
+    kernels.vector.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
   });
 }
 

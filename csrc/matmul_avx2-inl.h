@@ -33,11 +33,6 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
   return bit_cast<Bytes>(entries);
 }
 
-INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
-  return bit_cast<Floats>(
-      _mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
-}
-
 constexpr int rows_together = 4, tokens_together = 2;
 // vpdpbusd takes as long as ten of it keep busy; sums in 16 bits are ready at once.
 #if defined(NARROW_SUMS)

@@ -25,8 +25,3 @@ INLINE Bytes three_quarters(const Bytes& v) {
 INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
   out = bit_cast<Floats>(_mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from)));
 }
-
-INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
-  return bit_cast<Floats>(
-      _mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
-}

@@ -135,30 +135,6 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
   }
 }
 
-static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                           const Table& table, std::int64_t begin, std::int64_t end, float* y,
-                           std::int64_t y_stride) {
-  constexpr int chains = 8;
-  std::vector<float> row(std::size_t(table.columns));
-  for (std::int64_t r = begin; r < end; ++r) {
-    table_row(table, r, row.data());
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      float sums[chains] = {};
-      std::int64_t c = 0;
-      for (; c + chains <= table.columns; c += chains) {
-        for (int k = 0; k < chains; ++k) {
-          sums[k] += row[c + k] * x[t * x_stride + c + k];
-        }
-      }
-      for (; c < table.columns; ++c) sums[0] += row[c] * x[t * x_stride + c];
-      for (int half = chains / 2; half > 0; half /= 2) {
-        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
-      }
-      y[t * y_stride + r] = sums[0];
-    }
-  }
-}
-
 }  // namespace generic_matmul
 
 const MatmulKernels matmul_generic = {
@@ -166,7 +142,6 @@ const MatmulKernels matmul_generic = {
     generic_matmul::sum_groups,
     generic_matmul::multiply,
     0,
-    generic_matmul::multiply_table,
 };
 
 }  // namespace sparse_bitnet

@@ -61,11 +61,6 @@ struct MatmulKernels {
 
   // For matrix units: from this many tokens on, activations are arranged in tiles; 0: never.
   std::int64_t tiles_from;
-
-  // y[:, begin:end] of matmul_table, any number of tokens.
-  void (*multiply_table)(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                         const Table& table, std::int64_t begin, std::int64_t end, float* y,
-                         std::int64_t y_stride);
 };
 
 extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_avx512vbmi,

@@ -25,8 +25,3 @@ template <int>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
   return bit_cast<Bytes>(vqtbl4q_u8(table, bits(codes & 63)));
 }
-
-INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
-  return bit_cast<Floats>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a),
-                                    bit_cast<float32x4_t>(b)));
-}

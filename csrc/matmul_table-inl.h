@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Float tables times float activations. Included by matmul-inl.h.
+// Float tables times float activations: multiply_table of isa.h, on top of float_vector-inl.h.
 
-INLINE Floats widen_bfloat16(const std::uint8_t* from) {
-  const auto halves = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from);
-  return bit_cast<Floats>(__builtin_convertvector(halves, Vector<std::uint32_t>) << 16);
-}
+constexpr std::int64_t table_prefetch_bytes = 8192;
 
 template <TableType TYPE>
 INLINE Floats load_weights(const std::uint8_t* row, std::int64_t column) {
   if constexpr (TYPE == TableType::float32) {
     return load<Floats>(row + 4 * column);
   } else {
-    return widen_bfloat16(row + 2 * column);
+    const auto halves = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(row + 2 * column);
+    return bit_cast<Floats>(__builtin_convertvector(halves, Ints) << 16);
   }
 }
 
@@ -32,25 +30,28 @@ INLINE float weight_at(const std::uint8_t* row, std::int64_t column) {
 template <TableType TYPE, int R, int T>
 TARGET static void table_rows(const Table& table, std::int64_t row_index, const float* x,
                               std::int64_t x_stride, float* y, std::int64_t y_stride) {
-  constexpr int width = VECTOR_BYTES / 4;
   constexpr int bytes = TYPE == TableType::float32 ? 4 : 2;
   const std::uint8_t* row = table.data + row_index * table.row_stride;
-  Floats sums[T][R] = {};
+  Floats sums[T][R][sum_vectors] = {};
   std::int64_t c = 0;
-  for (; c + width <= table.columns; c += width) {
-    Floats weights[R];
-    UNROLL for (int r = 0; r < R; ++r) {
-      weights[r] = load_weights<TYPE>(row + r * table.row_stride, c);
-      prefetch(row + r * table.row_stride + bytes * c);
-    }
-    UNROLL for (int t = 0; t < T; ++t) {
-      const Floats xs = load<Floats>(x + t * x_stride + c);
-      UNROLL for (int r = 0; r < R; ++r) sums[t][r] = multiply_add(weights[r], xs, sums[t][r]);
+  for (; c + sum_lanes <= table.columns; c += sum_lanes) {
+    UNROLL for (int v = 0; v < sum_vectors; ++v) {
+      const std::int64_t column = c + v * width;
+      Floats weights[R];
+      UNROLL for (int r = 0; r < R; ++r) {
+        const std::uint8_t* from = row + r * table.row_stride;
+        weights[r] = load_weights<TYPE>(from, column);
+        if (v == 0) __builtin_prefetch(from + bytes * c + table_prefetch_bytes, 0, 2);
+      }
+      UNROLL for (int t = 0; t < T; ++t) {
+        const Floats xs = load_floats(x + t * x_stride + column);
+        UNROLL for (int r = 0; r < R; ++r) sums[t][r][v] = FUSED(weights[r], xs, sums[t][r][v]);
+      }
     }
   }
   UNROLL for (int t = 0; t < T; ++t) {
     UNROLL for (int r = 0; r < R; ++r) {
-      float sum = sum_lanes(sums[t][r]);
+      float sum = sum_of(sums[t][r]);
       for (std::int64_t i = c; i < table.columns; ++i) {
         sum += weight_at<TYPE>(row + r * table.row_stride, i) * x[t * x_stride + i];
       }
@@ -64,8 +65,9 @@ TARGET static void table_tokens(const Table& table, std::int64_t row, const floa
                                 std::int64_t tokens, std::int64_t x_stride, float* y,
                                 std::int64_t y_stride) {
   std::int64_t t = 0;
-  for (; t + 4 <= tokens; t += 4) {
-    table_rows<TYPE, R, 4>(table, row, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
+  constexpr int together = 4 / sum_vectors;
+  for (; t + together <= tokens; t += together) {
+    table_rows<TYPE, R, together>(table, row, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
   }
   for (; t < tokens; ++t) {
     table_rows<TYPE, R, 1>(table, row, x + t * x_stride, x_stride, y + t * y_stride, y_stride);

@@ -122,7 +122,6 @@ INLINE void store_sums(const Sums* by_row, std::int32_t* out) {
     *out = std::int32_t(folded<1, std::uint32_t>(bit_cast<Words>(by_row[0]))[0]);
   }
 }
-INLINE float sum_lanes(const Floats& v) { return folded<1, float>(v)[0]; }
 
 // 128-bit lanes 0 (or 1) of a and of b, then 2 (or 3) of each.
 template <int FIRST, std::uint64_t... I>

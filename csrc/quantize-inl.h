@@ -19,10 +19,6 @@ INLINE void split_pairs(const Vector<std::int32_t>& pairs, Vector<float>& first,
   second = bit_cast<Vector<float>>(pairs & std::int32_t(0xffff0000));
 }
 
-struct Halves {
-  Vector<float, VECTOR_BYTES / 2> low, high;
-};
-
 INLINE void add_magnitudes(const Vector<float, VECTOR_BYTES / 2>& floats, Vector<double>& sum) {
   sum += magnitude(__builtin_convertvector(floats, Vector<double>));
 }
