@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from factories import changed
 from sparse_bitnet.bench.random_model import PUBLISHED, write_random_model
@@ -114,6 +115,18 @@ def test_ternary_tables_stay_ternary(
         assert block is not None
         assert block.name == name
         assert np.array_equal(written.read(table), source.read(table).numpy())
+
+
+def test_a_table_that_begins_with_zeros_stays_float(make_checkpoint, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(steps=1, hidden_size=256, intermediate_size=768)
+    (path,) = checkpoint.rglob("model.safetensors")
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][0] = 0
+    save_file(tensors, path, metadata={"format": "pt"})
+    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-tq2_0"))
+    reader = gguf.GGUFReader(tmp_path / "out" / "model-TQ2_0.gguf")
+    (table,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    assert table.tensor_type.name == "F16"
 
 
 @pytest.mark.parametrize("block", [TQ1_0, TQ2_0], ids=lambda block: block.name)

@@ -175,12 +175,13 @@ def _is_ternary_table(source: Checkpoint, name: str, block: BlockType) -> bool:
     """Whether a tensor is an embedding or head with ternary rows, whose scales are those of blocks."""
     if name not in source.embeddings or block is I2_S:
         return False
-    row, columns = source.ternary_rows(name, slice(1)), source.others[name][1]
-    return row is not None and columns // row.weight_scale.shape[-1] % block.codes == 0
+    width = source.others[name][1]
+    pieces = source.ternary_pieces(name)  # every one: the first rows of any table may be zeros
+    return all(p and width // p.weight_scale.shape[-1] % block.codes == 0 for p in pieces)
 
 
 def _table(source: Checkpoint, name: str, block: BlockType) -> np.ndarray:
-    pieces = (piece for piece in source.ternary_pieces(name) if piece)
+    pieces = filter(None, source.ternary_pieces(name))
     packed = [block.pack(codes.numpy(), _scale(scales, name, block)) for codes, scales in pieces]
     return np.concatenate(packed)
 
