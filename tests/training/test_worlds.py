@@ -48,8 +48,8 @@ def test_every_number_of_processes_gives_the_losses_of_one(worlds, run_config):
     for cell in CELLS:
         references[cell] = run_config(f"{cell}-1", format=cell, **short)
         train(references[cell])
-    for size, shard in ((2, None), (3, None), (4, 2)):
-        configs = [run_config(f"{cell}-{size}", format=cell, **short) for cell in CELLS]
+    for size, shard, cells in ((2, None, CELLS), (3, None, CELLS[::3]), (4, 2, CELLS[::3])):
+        configs = [run_config(f"{cell}-{size}", format=cell, **short) for cell in cells]
         finish(worlds, *configs, size=size, shard=shard)
         for config in configs:
             assert_same_curves(references[config.format], config)
