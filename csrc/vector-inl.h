@@ -37,7 +37,7 @@ INLINE void store(void* to, const V& v) {
 
 template <class T>
 INLINE Vector<T> splat(T value) {
-  return Vector<T>{} + value;
+  return value - Vector<T>{};  // value + 0 is not what -0.0 is: compilers would add
 }
 
 template <class To, class From>
