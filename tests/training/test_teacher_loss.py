@@ -38,6 +38,7 @@ from sparse_bitnet.training.trainer import train
 
 CPU = torch.device("cpu")
 VOCAB = 304
+PART = 8 * 32 * VOCAB * 4  # bytes of all logits of 8 windows
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def distil(small_run: Any, teacher: Path) -> Any:
-    """`distil(**changes)`: the config of a short distillation."""
+def distil(small_run: Any, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`distil(**changes)`: the config of a short distillation; a cache fills in small parts."""
+    monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", PART)
 
     def config(**changes: Any) -> TrainConfig:
         values = {"teacher": str(teacher), "init": str(teacher), "steps": 2, **changes}
@@ -137,17 +139,15 @@ def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture)
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
-    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    distil: Any, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    part = 8 * 32 * VOCAB * 4
-    monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", part)
     cache = tmp_path / "cache"
     train(direct := distil(out=str(tmp_path / "direct")))
     train(cached := distil(logit_cache=str(cache), top_logits=VOCAB, out=str(tmp_path / "cached")))
     np.testing.assert_allclose(losses(cached), losses(direct), rtol=1e-3)
     manifest = json.loads((cache / "manifest.json").read_text())
     assert len(manifest["checksums"]) == 1
-    assert (cache / "part-00000.bin").stat().st_size == part
+    assert (cache / "part-00000.bin").stat().st_size == PART
     said = [line for line in capfd.readouterr().err.splitlines() if "teacher's logits" in line]
     assert "tokens/s" in said[-1]
     assert "256/256 tokens" in said[-1]
