@@ -119,7 +119,7 @@ def gguf_file(folder: Path, type: str) -> Path:
     path = out / f"model-{type.upper()}.gguf"
     if not path.is_file():
         command = [sys.executable, "-m", "sparse_bitnet", "export", str(folder), str(out)]
-        tables = "auto" if folder.name.endswith("-unrotated") else "q8_0"  # as published, or 8 bits
+        tables = "auto" if "rotated" in folder.name else "q8_0"  # ternary as published, or 8 bits
         command += ["--to", f"gguf-{type}", "--embeddings", tables]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not path.is_file():

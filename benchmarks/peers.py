@@ -41,7 +41,7 @@ from sparse_bitnet.bench.interleaved import (
     processor_seconds,
     turns,
 )
-from sparse_bitnet.bench.random_model import cached_random_model
+from sparse_bitnet.bench.random_model import ROTATIONS, cached_random_model
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.pattern import NMPattern
@@ -199,13 +199,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
-    # Other engines know no rotated weights.
-    folder, exported = (
-        cached_random_model(
-            options.model, pattern, cache=options.models, scale_group=options.scale_group, rotated=r
-        )
-        for r in (True, False)
-    )
+    shared = {"cache": options.models, "scale_group": options.scale_group}
+    folder = exported = cached_random_model(options.model, pattern, **shared)
+    if options.model in ROTATIONS:  # which other engines do not know
+        exported = cached_random_model(options.model, pattern, **shared, rotated=False)
     before = processor_seconds()
     with ExitStack() as stack, Progress(console) as progress:
         engines = engines_of(folder, exported, options, stack)

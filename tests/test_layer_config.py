@@ -73,6 +73,7 @@ class TestConfig:
         [
             ("full-6:8,mask_source=ternary", "mask_source=ternary needs weight=ternary"),
             ("full-6:8,ste=clipped", "ste=clipped needs weight=ternary"),
+            ("full-6:8,embeddings=ternary", "embeddings=ternary needs weight=ternary"),
             ("ternary-8:8,mask_gradient=masked", "needs a mask, but 8:8 keeps all"),
             ("ternary-6:8,mask_source=ternary,scale_source=masked", "set at most one of them"),
             ("ternary-6:8,mask_source=codes", r"choose one of \('master', 'ternary'\)"),

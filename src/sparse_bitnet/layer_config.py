@@ -25,7 +25,7 @@ GATES = (".in_proj_a", ".in_proj_b")
 
 OPTIONS = (
     *("activation", "mask_source", "scale_source", "mask_gradient", "ste"),
-    *("score", "quantizer", "schedule", "dense_layers"),
+    *("score", "quantizer", "schedule", "embeddings", "dense_layers"),
 )
 """Fields that the text form may set after the pattern."""
 
@@ -70,6 +70,10 @@ class SparseBitConfig:
     ste: Literal["identity", "clipped"] = "identity"
     """Ternary straight-through gradient: everywhere, or only where |weight| <= weight_scale."""
 
+    embeddings: Literal["full", "ternary"] = "full"
+    """Embedding and output head as they are, or ternary with a scale for every 128 weights of a row (64
+    or 32 where 128 do not divide it)."""
+
     dense_layers: tuple[str, ...] = ()
     """Layers that stay ordinary linear ones: globs over module names or their ends, as `down_proj`,
     `layers.0.*`, `*.self_attn.*`. In the text form they are joined by `+`."""
@@ -94,7 +98,7 @@ class SparseBitConfig:
     def _refuse_contradictions(self) -> None:
         needs: list[tuple[str, str]] = []
         if self.weight == "full":
-            of_codes = ("mask_source", "scale_source", "ste", "quantizer")
+            of_codes = ("mask_source", "scale_source", "ste", "quantizer", "embeddings")
             needs += [(field, "weight=ternary") for field in of_codes]
         if self.pattern.is_dense:
             of_masks = ("mask_source", "scale_source", "mask_gradient", "score")
@@ -204,7 +208,9 @@ class SparseBitConfig:
         return cls(**fields)
 
 
-_LEFT_OUT = {"dense_layers": ""} | {k: v for k, v in REGISTERED.items() if k != "activation"}
+_LEFT_OUT = {"dense_layers": "", "embeddings": "full"} | {
+    k: v for k, v in REGISTERED.items() if k != "activation"
+}
 """Fields that `to_dict` leaves out where they have these values."""
 
 

@@ -86,7 +86,7 @@ def test_another_engine_is_measured_beside_ours(peers: ModuleType, tmp_path: Pat
         f"--llama-bench {binary} --gguf some.gguf --llama-bench-args=-rtr=0 --built-for generic "
         f"--llama-bench {binary} --gguf q2_0 --llama-bench-args=-rtr=1"
     )
-    made = tmp_path / "tiny-6of8-i2-v2-gguf-q2_0" / "model-Q2_0.gguf"
+    made = tmp_path / "tiny-6of8-scale_group-0-v3-gguf-q2_0" / "model-Q2_0.gguf"
     made.parent.mkdir()
     made.touch()
     console = Console(file=io.StringIO(), width=80)

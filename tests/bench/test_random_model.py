@@ -16,7 +16,6 @@ from sparse_bitnet.bench.random_model import (
 )
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.checkpoint.packed import packed_layers
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError
@@ -132,22 +131,3 @@ def test_sizes_of_bonsai_give_the_published_number_of_weights(name: str, billion
     read = [*layers, (shape.vocab, shape.hidden)]
     assert sum(rows * columns for rows, columns in read) / 1e9 == pytest.approx(billions, abs=0.005)
     assert not any(columns % ROTATIONS[name] for _, columns in read)
-
-
-def test_rotated_models_have_ternary_tables_and_the_statistics_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 512}
-    monkeypatch.setitem(PUBLISHED, "bonsai-9b", PUBLISHED["bonsai-9b"] | small)
-    for rotated in (True, False):
-        folder = tmp_path / f"rotated-{rotated}"
-        monkeypatch.setitem(ROTATIONS, "bonsai-9b", 512)
-        write_random_model(folder, "bonsai-9b", NMPattern(8, 8), rotated=rotated)
-        packed = open_checkpoint(folder, "packed")
-        assert (packed.rotation is not None) is rotated
-        for name in packed.embeddings:
-            table = packed.ternary_rows(name, slice(None))
-            assert table is not None
-            assert table.weight_scale.shape == (512, 4 if rotated else 2)
-            zeros = float((table.codes == 0).float().mean())
-            assert zeros == pytest.approx(0.31, abs=0.02)

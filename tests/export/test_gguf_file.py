@@ -9,9 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from factories import changed
-from sparse_bitnet.bench.random_model import PUBLISHED, write_random_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.gguf import GgufCheckpoint
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
@@ -19,7 +17,6 @@ from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.gguf_export import gguf_tensors, write
 from sparse_bitnet.packing.gguf_blocks import Q2_0, TQ1_0, TQ2_0
-from sparse_bitnet.pattern import NMPattern
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
@@ -97,24 +94,6 @@ def test_scales_beyond_float16_are_refused_and_nothing_is_left(
     with pytest.raises(UserError, match=r"weight scale 1.03e-06 is out of range for the float16"):
         export("any", tmp_path / "out", ExportConfig(format="gguf-q2_0"))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["Q2_0", "TQ2_0"])
-def test_ternary_tables_stay_ternary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    small = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 512}
-    monkeypatch.setitem(PUBLISHED, "bonsai-9b", PUBLISHED["bonsai-9b"] | small)
-    write_random_model(tmp_path / "packed", "bonsai-9b", NMPattern(8, 8), rotated=False)
-    export(tmp_path / "packed", tmp_path / "out", ExportConfig(format=f"gguf-{name.lower()}"))
-    source = open_checkpoint(tmp_path / "packed")
-    written = GgufCheckpoint(tmp_path / "out" / f"model-{name}.gguf")
-    assert len(written.embeddings) == 2
-    for table in written.embeddings:
-        block = written.gguf.block_type(written.names[table])
-        assert block is not None
-        assert block.name == name
-        assert np.array_equal(written.read(table), source.read(table).numpy())
 
 
 def test_a_table_that_begins_with_zeros_stays_float(make_checkpoint, tmp_path: Path) -> None:

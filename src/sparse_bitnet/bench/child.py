@@ -108,9 +108,8 @@ def read_bytes(engine: "Engine") -> dict[str, float]:
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}[engine.kv_cache]
     scale_bytes = 4 if engine.kv_cache.startswith("int") else 0
     vectors = 2 * (sizes.layers - sum(sizes.delta_layers)) * sizes.kv_heads
-    net, state = sizes.delta_net, 0
-    if net is not None:
-        state = 8 * net.value_heads * net.key_dim * net.value_dim * sum(sizes.delta_layers)
+    net = sizes.delta_net
+    state = 8 * net.value_heads * net.key_dim * net.value_dim if net else 0
     of_blocks = sum(
         rows * columns
         for layer in range(sizes.layers)
@@ -119,7 +118,7 @@ def read_bytes(engine: "Engine") -> dict[str, float]:
     return {
         "weight_bytes": engine.weight_bytes + engine.head_bytes,
         "cache_token_bytes": vectors * (sizes.head_dim * bits / 8 + scale_bytes),
-        "state_bytes": state,
+        "state_bytes": state * sum(sizes.delta_layers),
         "block_weights": of_blocks,
     }
 

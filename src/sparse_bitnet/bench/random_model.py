@@ -6,6 +6,7 @@ those of a model whose masters are Gaussian, as before training and, nearly, aft
 drawn from a table of 65,536 that were selected as training selects them.
 """
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_bitnet.checkpoint.config_fields import QWEN35
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
@@ -36,7 +38,7 @@ from sparse_bitnet.presets import find_preset
 _END_OF_TEXT, _END_OF_TEXT_ID = "<|endoftext|>", 257
 """End-of-text token of the random models' tokenizer; its id follows the 256 bytes and one merge."""
 
-_VERSION = 2
+_VERSION = 3
 _WEIGHT_STD = 0.02
 _TABLE_GROUPS = 1 << 16
 _PIECE_WEIGHTS = 1 << 22
@@ -66,19 +68,13 @@ def _sizes(
     }
 
 
-def _hybrid(
-    hidden: int, ffn: int, layers: int, heads: int, kv: int, value_heads: int, tied: bool
-) -> dict[str, Any]:
-    """Return the config of a Qwen3.5 model."""
-    rope = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
-    return {
-        **_sizes("qwen3_5_text", hidden, ffn, layers, heads, kv, 248320, tied),
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "head_dim": 256,
-        **{"linear_num_key_heads": 16, "linear_num_value_heads": value_heads},
+def _qwen35(sizes: tuple[int, int, int, int, int], values: int, *, tied: bool) -> dict[str, Any]:
+    """Return the config of a Qwen3.5 model; `values` are heads of Gated DeltaNet."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    return _sizes(QWEN35, *sizes, 248320, tied) | {
+        **{"head_dim": 256, "max_position_embeddings": 262144, "rope_parameters": rope},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": values},
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
-        "max_position_embeddings": 262144,
-        "rope_parameters": rope | {"mrope_section": [11, 11, 10]},
     }
 
 
@@ -91,10 +87,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
     "qwen3-8b": _sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False) | {"head_dim": 128},
-    "bonsai-2b": _hybrid(2048, 6144, 24, 8, 2, 16, tied=True),
-    "bonsai-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tied=True),
-    "bonsai-9b": _hybrid(4096, 12288, 32, 16, 4, 32, tied=False),
-    "bonsai-27b": _hybrid(5120, 17408, 64, 24, 4, 48, tied=False),
+    "bonsai-2b": _qwen35((2048, 6144, 24, 8, 2), 16, tied=True),
+    "bonsai-4b": _qwen35((2560, 9216, 32, 16, 4), 32, tied=True),
+    "bonsai-9b": _qwen35((4096, 12288, 32, 16, 4), 32, tied=False),
+    "bonsai-27b": _qwen35((5120, 17408, 64, 24, 4), 48, tied=False),
 }
 """config.json of models that others publish, ternary or made so, as far as speed depends on it."""
 
@@ -109,10 +105,8 @@ def config_of_model(name: str) -> dict[str, Any]:
     if name in PUBLISHED:
         return dict(PUBLISHED[name])
     shape = find_preset(name)
-    hidden, ffn = shape.hidden_size, shape.intermediate_size
-    heads, kv = shape.num_attention_heads, shape.num_key_value_heads
-    layers, vocab = shape.num_hidden_layers, shape.vocab_size
-    return _sizes("qwen2", hidden, ffn, layers, heads, kv, vocab, tied=True) | {
+    sizes: Any = dataclasses.astuple(shape)[:6]
+    return _sizes("qwen2", *sizes, True) | {
         "architectures": ["Qwen2ForCausalLM"],
         "max_position_embeddings": shape.max_position_embeddings,
     }
@@ -137,63 +131,41 @@ class _RandomCodes:
         self._table, self._pattern = codes, pattern
         self.weight_scale = float(mean) * _WEIGHT_STD
 
-    def pieces(self, rows: int, in_features: int) -> Iterator[np.ndarray]:
-        """Yield int8 [some rows, in_features] until all rows are there."""
-        step = max(1, _PIECE_WEIGHTS // in_features)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            units = -(-in_features // self._unit)
-            drawn = self._rng.integers(0, _TABLE_GROUPS, (count, units), np.uint16)
-            if self._unit == 8:
-                codes = self._table.view(np.uint64)[:, 0][drawn].view(np.int8)
-            else:
-                codes = self._table[drawn].reshape(count, -1)
-            yield np.ascontiguousarray(codes[:, :in_features])
-
     def packed(self, packed_format: str, rows: int, in_features: int) -> Iterator[np.ndarray]:
         """Yield uint8 [some rows, row_bytes] until all rows are there."""
-        pack = ROWS[packed_format][0]
-        if packed_format != "i2" or not self._pattern.is_dense or in_features % I2_BLOCK_WEIGHTS:
-            yield from (pack(codes, self._pattern) for codes in self.pieces(rows, in_features))
-            return
+        pack, pattern, table = ROWS[packed_format][0], self._pattern, self._table
         # Codes without a pattern may change places, so any words of packed codes make a row.
-        words = pack(self._table.reshape(-1, I2_BLOCK_WEIGHTS), self._pattern).view(np.uint64)
+        any_fits = (
+            packed_format == "i2" and pattern.is_dense and in_features % I2_BLOCK_WEIGHTS == 0
+        )
+        if any_fits:
+            table = pack(table.reshape(-1, I2_BLOCK_WEIGHTS), pattern).reshape(-1, 8)
+        words, weights = (
+            table.view(f"V{table.shape[1]}")[:, 0],
+            table.shape[1] * (4 if any_fits else 1),
+        )
         step = max(1, _PIECE_WEIGHTS // in_features)
         for first in range(0, rows, step):
-            size = min(step, rows - first), in_features // 32
-            drawn = self._rng.integers(0, words.size, size, np.uint16)
-            yield words.reshape(-1)[drawn].view(np.uint8)
+            size = min(step, rows - first), -(-in_features // weights)
+            drawn = words.take(self._rng.integers(0, len(words), size, np.uint16)).view(table.dtype)
+            yield drawn if any_fits else pack(np.ascontiguousarray(drawn[:, :in_features]), pattern)
 
 
 def cached_random_model(
-    preset: str,
-    pattern: NMPattern,
-    *,
-    cache: Path | None = None,
-    packed_format: str = "i2",
-    scale_group: int = 0,
-    rotated: bool = True,
+    preset: str, pattern: NMPattern, *, cache: Path | None = None, **options: Any
 ) -> Path:
     """Return the folder of a random model, written unless it is already in the cache; the default cache
     is this user's folder in the temporary folder.
 
-    Arguments and errors are those of `write_random_model`.
+    Options and errors are those of `write_random_model`.
     """
     if cache is None:
         owner = os.getuid() if hasattr(os, "getuid") else "user"
         cache = Path(tempfile.gettempdir()) / f"sparse-bitnet-bench-{owner}"
-    name = f"{preset}-{pattern}-{packed_format}-v{_VERSION}".replace(":", "of")
-    name += f"-g{scale_group}" * bool(scale_group)
-    folder = cache / (name + "-unrotated" * (preset in ROTATIONS and not rotated))
+    chosen = "".join(f"-{name}-{value}" for name, value in sorted(options.items()))
+    folder = cache / f"{preset}-{pattern}{chosen}-v{_VERSION}".replace(":", "of")
     if not (folder / "config.json").is_file():
-        write_random_model(
-            folder,
-            preset,
-            pattern,
-            packed_format=packed_format,
-            scale_group=scale_group,
-            rotated=rotated,
-        )
+        write_random_model(folder, preset, pattern, **options)
     return folder
 
 
@@ -232,6 +204,8 @@ def write_random_model(
         for layer in range(shape.layers)
         for name, size in shape.linear_shapes(layer).items()
     }
+    rng = np.random.Generator(np.random.SFC64([0, 3]))
+    signs = {width: rng.bytes(width // 8) for width in sorted({n for _, n in layers.values()})}
     metadata = PackedMetadata(
         packed_format=packed_format,
         format=SparseBitConfig(
@@ -239,7 +213,7 @@ def write_random_model(
         ),
         embeddings="ternary" if preset in ROTATIONS else "int8",
         layers=layers,
-        rotation=_rotation(block, layers) if block else None,
+        rotation=Rotation(block=block, signs=signs, embedding=True, head=True) if block else None,
     )
     for name, (_, in_features) in metadata.layers.items():
         check_layout(packed_format, pattern, in_features, name)
@@ -277,7 +251,7 @@ def _tensors(
         yield _filled(f"{name}_scale", dtype, scales, source.weight_scale)
     for table in tables:
         yield TensorSpec(table, "int8", (shape.vocab, shape.hidden)), _embedding(shape)
-        yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), _WEIGHT_STD * 3.5 / 127)
+        yield _filled(f"{table}_scale", "float32", (shape.vocab, 1), _WEIGHT_STD * 3**0.5 / 127)
     rng = np.random.Generator(np.random.SFC64([0, 2]))
     vectors = {
         f"model.layers.{layer}.{name}": lengths
@@ -291,13 +265,6 @@ def _tensors(
         yield TensorSpec(name, "float32", lengths), [values.astype(np.float32)]
 
 
-def _rotation(block: int, layers: dict[str, tuple[int, int]]) -> Rotation:
-    rng = np.random.Generator(np.random.SFC64([0, 3]))
-    widths = sorted({columns for _, columns in layers.values()})
-    signs = {width: rng.bytes(width // 8) for width in widths}
-    return Rotation(block=block, signs=signs, embedding=True, head=True)
-
-
 def _filled(
     name: str, dtype: str, size: tuple[int, ...], value: float
 ) -> tuple[TensorSpec, Iterator[np.ndarray]]:
@@ -306,15 +273,10 @@ def _filled(
 
 def _embedding(shape: Architecture) -> Iterator[np.ndarray]:
     rng = np.random.Generator(np.random.SFC64([0, 1]))
-    values = rng.standard_normal((_TABLE_GROUPS, 8), np.float32)
-    # A row's largest magnitude, about 3.5 standard deviations, is 127 by definition.
-    table = np.clip(np.rint(values * (127 / 3.5)), -127, 127).astype(np.int8)
     step = max(1, _PIECE_WEIGHTS // shape.hidden)
     for first in range(0, shape.vocab, step):
-        count = min(step, shape.vocab - first)
-        drawn = rng.integers(0, _TABLE_GROUPS, (count, shape.hidden // 8), np.uint16)
-        piece = table[drawn].reshape(count, shape.hidden)
-        piece[:, 0] = 127
+        piece = rng.integers(-127, 128, (min(step, shape.vocab - first), shape.hidden), np.int8)
+        piece[:, 0] = 127  # a row's largest magnitude, by definition
         yield piece
 
 

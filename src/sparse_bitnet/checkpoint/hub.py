@@ -37,6 +37,7 @@ from sparse_bitnet.layer_config import REGISTERED
 from sparse_bitnet.nn.convert import FORMAT_VERSION, convert_, quantization_config, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, select
+from sparse_bitnet.nn.ternary_tables import quantize_table, set_tables_
 from sparse_bitnet.packing.formats import QUANT_METHOD, SCALE_GROUPS, scale_group
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.ternary import TernaryWeight
@@ -113,6 +114,7 @@ class TrainedCheckpoint(Checkpoint):
             self.format = read_format(entry, where=str(folder / CONFIG_FILE))
             dense = set(entry["modules_to_not_convert"])
             convert_(model, self.format, lambda module, name: name not in dense)
+            set_tables_(model, ternary=False)  # which are read as `others`
         self.layers = {
             name: (layer.out_features, layer.in_features)
             for name, layer in sparse_layers(model).items()
@@ -135,6 +137,15 @@ class TrainedCheckpoint(Checkpoint):
         others = [*first, *(name for name in wanted if name not in masters and name not in first)]
         self.others = {name: shapes[name] for name in others}
         self.dtypes = {name: dtypes[name] for name in others}
+
+    def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
+        if self.format.embeddings != "ternary" or name not in self.embeddings:
+            return None
+        return quantize_table(super().read(name, part))
+
+    def read(self, name: str, part: slice = slice(None)) -> Tensor:
+        table = self.ternary_rows(name, part)
+        return super().read(name, part) if table is None else table.values()
 
     def stored_values(self, name: str, part: slice = slice(None)) -> Tensor:
         if isinstance(self.files, WeightFiles):

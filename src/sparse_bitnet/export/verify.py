@@ -37,6 +37,7 @@ from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import Row, gguf_file_name, read_record
 from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.nn.ternary_tables import set_tables_
 from sparse_bitnet.progress import OnProgress
 
 LARGEST_CONTEXT = 512
@@ -320,6 +321,7 @@ def check_packed(source: str | Path, packed: str | Path) -> float:
     trained_logits = _logits(trained, ids)
     if not trained_logits.isfinite().all():
         raise UserError(f"{source} gives logits that are not finite; train it again")
+    set_tables_(trained, ternary=False)
     for module, weight in zip(_ends(trained), embeddings, strict=True):
         module.weight = nn.Parameter(weight.to(module.weight.dtype))
     difference = float((packed_logits - trained_logits).abs().max())

@@ -17,6 +17,7 @@ from sparse_bitnet.layer_config import GATES
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.nn.straight_through import InputQuantizer
+from sparse_bitnet.nn.ternary_tables import TernaryHead, set_tables_
 
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
@@ -99,6 +100,7 @@ def convert_(
         dense = {module for name, module in candidates.items() if config.keeps_dense(name)}
         _warn_of_dense_weights(model, set(targets.values()), dense)
     norms = {} if calibration is None else input_norms(model, linear, config, calibration)
+    set_tables_(model, config.embeddings == "ternary")
     layers: dict[nn.Module, nn.Module] = {}
     for name, module in candidates.items():
         parent, _, child = name.rpartition(".")
@@ -179,7 +181,7 @@ def _in_blocks(model: nn.Module) -> FilterFn:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is a linear layer, under any class name, whose weight is not computed."""
-    known = isinstance(module, SparseBitLinear) or type(module) is nn.Linear
+    known = isinstance(module, SparseBitLinear) or type(module) in (nn.Linear, TernaryHead)
     known = known or _class_name(module) in (_CONV1D, *_LINEAR)
     return known and isinstance(module.weight, nn.Parameter)
 

@@ -36,6 +36,7 @@ from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomic
+from sparse_bitnet.nn.ternary_tables import head_weight
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import blocks_of
@@ -341,7 +342,7 @@ class DistillationLoss(SummedLoss):
         hidden = hidden_states(self.model, input_ids, position_ids)
         loss, divergence = chunked_distillation(
             hidden.flatten(0, 1),
-            self.model.get_output_embeddings().weight,
+            head_weight(self.model.get_output_embeddings()),
             labels.flatten(),
             Soft(logits_of, config.ce_weight, config.logits_weight, config.temperature),
             chunk_tokens=self.chunk_tokens,

@@ -21,6 +21,7 @@ from sparse_bitnet.data.loader import Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import evaluation_mode, sparse_layers
+from sparse_bitnet.nn.ternary_tables import head_weight
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, compile_options
 from sparse_bitnet.training.distributed import World
@@ -266,7 +267,7 @@ class SummedLoss(torch.nn.Module):
         if getattr(head, "bias", None) is None:
             return chunked_cross_entropy(
                 flat,
-                head.weight,
+                head_weight(head),
                 labels.flatten(),
                 chunk_tokens=self.chunk_tokens,
                 compiled=self.compiled,
