@@ -105,8 +105,8 @@ def config_of_model(name: str) -> dict[str, Any]:
     if name in PUBLISHED:
         return dict(PUBLISHED[name])
     shape = find_preset(name)
-    sizes: Any = dataclasses.astuple(shape)[:6]
-    return _sizes("qwen2", *sizes, True) | {
+    hidden, ffn, layers, heads, kv, vocab = dataclasses.astuple(shape)[:6]
+    return _sizes("qwen2", hidden, ffn, layers, heads, kv, vocab, tied=True) | {
         "architectures": ["Qwen2ForCausalLM"],
         "max_position_embeddings": shape.max_position_embeddings,
     }
