@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
@@ -34,6 +34,10 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_
         assert one[0] == other[0]
         torch.testing.assert_close(one[1], other[1], rtol=1e-3, atol=1e-4)
     assert find_checkpoint(whole).trained_context_length == several.sequence_length
+    assert (
+        load_tokenizer(whole).get_vocab()
+        == load_tokenizer(Path(several.data) / "tokenizer").get_vocab()
+    )
     scored = evaluate(run, several.data, max_tokens=200)
     assert 1 < scored.perplexity < 400
     # Whoever asks for another checkpoint gets that one, and only that is kept.

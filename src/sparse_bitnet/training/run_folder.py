@@ -5,7 +5,7 @@ checkpoints hold all it takes to resume as if never stopped, with any other numb
     sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>" and
                       "exp_avg_sq/<parameter>", float32; "mask/<layer>", the words of its last mask;
                       "rng/cpu", "rng/cuda"; every process writes its rows
-    model/            config.json, generation_config.json: the files of a model folder beside its weights
+    model/            config.json, tokenizer.json, ...: the files of a model folder beside its weights
     train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
 
 The folder of a checkpoint gets its name from the first process when every file is on the disk; only then
@@ -139,11 +139,13 @@ def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
             signal.signal(caught, handler)
 
 
-def model_files(model: "PreTrainedModel") -> dict[str, str]:
-    """Return the files, by name, that `save_pretrained` writes beside the weights of a whole model."""
+def model_files(model: "PreTrainedModel", tokenizer: Path) -> dict[str, str]:
+    """Return the files, by name, that a whole model's folder has beside the weights; those of the
+    tokenizer are in the folder `tokenizer`."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    files = {"config.json": model.config.to_json_string()}
+    files = {file.name: file.read_text("utf-8") for file in sorted(tokenizer.glob("*.j*"))}
+    files["config.json"] = model.config.to_json_string()
     if model.generation_config is not None:
         files["generation_config.json"] = model.generation_config.to_json_string()
     return files

@@ -188,7 +188,7 @@ class Trainer:
                 compile_decoder_(self.model, config, self.device, world.size)
                 if isinstance(teacher, Teacher):
                     compile_decoder_(teacher.model, config, self.device, world.size)
-            files = model_files(self.model)
+            files = model_files(self.model, Path(config.data) / "tokenizer")
             if teacher is None:
                 self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
             else:
