@@ -75,6 +75,7 @@ def exported(source: Path, out: Path, format: str) -> Path:
     ("format", "quantizer"),
     [
         ("compressed-tensors-w2a8", "per-channel"),
+        ("compressed-tensors-w2a8", "per-group:size=64"),
         ("compressed-tensors-w8a8", "per-channel"),
         ("gguf-q2_0", "per-channel"),
         ("gguf-q2_0", "per-group:size=64"),

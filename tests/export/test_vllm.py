@@ -42,12 +42,13 @@ class Plain(MPLinearKernel):
 
     def process_weights_after_loading(self, layer):
         columns, rows = self.config.partition_weight_shape
-        layer.codes = unpack_from_int32(layer.weight_packed.data, 2, torch.Size((rows, columns)))
+        codes = unpack_from_int32(layer.weight_packed.data, 2, torch.Size((rows, columns)))
+        scale = layer.weight_scale.data
+        layer.values = (codes.view(*scale.shape, -1) * scale[..., None]).view(rows, columns)
 
     def apply_weights(self, layer, x, bias=None):
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
-        sums = (x / scale).round() @ layer.codes.to(x.dtype).T
-        y = sums * scale * layer.weight_scale.view(-1)
+        y = (x / scale).round() @ layer.values.to(x.dtype).T * scale
         return y if bias is None else y + bias
 
 compressed_tensors_wNa8.choose_mp_linear_kernel = lambda config: Plain

@@ -98,15 +98,18 @@ class ForeignFolder(Checkpoint):
         """Whether a linear layer of this shape has codes. Raises `UserError` for invalid scales."""
         raise NotImplementedError
 
-    def has_scale(self, name: str, rows: int) -> bool:
-        """Whether a layer has a scale beside it: one, or one for each of `rows`. Raises `UserError` for
-        scales of another shape, and for values that are not positive numbers."""
+    def has_scale(self, name: str, rows: int, runs: int = 1) -> bool:
+        """Whether a layer has a scale beside it: one, one for each of `rows`, or one for each of several
+        `runs` of every row. Raises `UserError` for scales of another shape, and for values that are not
+        positive numbers."""
         if (scale := f"{name}.weight_scale") not in self.files:
             return False
         shape, dtype = self.files.shapes[scale], self.files.dtypes[scale]
-        if (prod(shape) != 1 and shape not in ((rows,), (rows, 1))) or dtype not in FLOATS:
+        fits = shape == (rows, runs) or (runs == 1 and (prod(shape) == 1 or shape == (rows,)))
+        if not fits or dtype not in FLOATS:
+            wanted = f"[{rows}, {runs}] floats" if runs > 1 else f"{rows} floats or one"
             raise UserError(
-                f"layer {name}: weight_scale is {dtype} {list(shape)}, expected {rows} floats or one"
+                f"layer {name}: weight_scale is {dtype} {list(shape)}, expected {wanted}"
             )
         low, high = self.scale_of(name).aminmax()
         if not 0 < low <= high < float("inf"):
@@ -223,7 +226,7 @@ _READ = (
 )
 _PARTS = ("weights", "input_activations")
 _READ_OF_GROUP = (
-    *("targets", "format", "weights.strategy"),
+    *("targets", "format", "weights.strategy", "weights.group_size"),
     # Fields that do not affect what is stored.
     *(f"{part}.{key}" for part in _PARTS for key in ("observer", "observer_kwargs")),
     *(f"{part}.{key}" for part in _PARTS for key in ("scale_dtype", "zp_dtype")),
@@ -242,31 +245,37 @@ _ONLY = {
 
 
 class CompressedTensors(ForeignFolder):
-    """A compressed-tensors folder: ternary codes in two- or eight-bit weights, with scales of rows."""
+    """A compressed-tensors folder: ternary codes in two- or eight-bit weights, with scales of rows or of
+    groups of `group` weights of a row."""
 
     has_one_scale = True
 
     def prepare(self) -> None:
-        _check_settings(self.entry, f"{self.folder}/config.json")
+        self.group = _group_of(self.entry, f"{self.folder}/config.json")
         self.tool = f"compressed-tensors {self.entry['format']}"
         self.is_packed = self.entry["format"] == W2A8
         codes = "weight_packed" if self.is_packed else "weight"
         self.of_layer = (codes, "weight_scale", "weight_shape")
 
     def has_codes(self, name: str, shape: tuple[int, int]) -> bool:
-        return self.has_scale(name, shape[0])
+        if self.group and shape[1] % self.group:
+            raise UserError(f"layer {name}: group_size {self.group} does not divide {shape[1]}")
+        return self.has_scale(name, shape[0], shape[1] // self.group if self.group else 1)
 
     def ternary(self, layer: str) -> TernaryWeight:
         rows, columns = self.layers[layer]
+        runs = columns // self.group if self.group else 1
         if self.is_packed:
             words = self.codes_of(layer, torch.int32, (rows, -(-columns // CODES_PER_WORD)))
             codes = unpack_words(words, columns)
         else:
             codes = self.codes_of(layer, torch.int8, (rows, columns))
-        return with_fewest_scales(codes, self.scale_of(layer).view(-1, 1), layer)
+        return with_fewest_scales(codes, self.scale_of(layer).view(-1, runs), layer)
 
 
-def _check_settings(entry: dict[str, Any], where: str) -> None:
+def _group_of(entry: dict[str, Any], where: str) -> int:
+    """Return how many weights of a row share a scale, 0 for all of them. Raises `UserError` for settings
+    that have no counterpart here."""
     check_fields(entry, _READ, f"{where}: quantization_config")
     groups, formats = entry.get("config_groups"), {W2A8: 2, W8A8: 8}
     group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
@@ -285,8 +294,15 @@ def _check_settings(entry: dict[str, Any], where: str) -> None:
             {f"{key}.{name}": each for name, each in value.items()} if is_part else {key: value}
         )
     check_fields(given, _READ_OF_GROUP, f"{where}: quantization_config", only)
-    if (strategy := given.get("weights.strategy")) not in ("channel", "tensor"):
-        raise UserError(f"{where}: weights have strategy {strategy!r}, not channel or tensor")
+    strategy, size = given.get("weights.strategy"), given.get("weights.group_size")
+    if strategy == "group" and type(size) is int and size > 0:
+        return size
+    if strategy not in ("channel", "tensor") or size is not None:
+        raise UserError(
+            f"{where}: weights have strategy {strategy!r} and group_size {size!r}; channel, tensor, and "
+            "group with a size are supported"
+        )
+    return 0
 
 
 _MLX_ENTRY = "quantization"

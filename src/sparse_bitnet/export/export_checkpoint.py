@@ -131,8 +131,7 @@ def write(
         )
     block = _block(config)
     _check_tensors(source, holds_linear_norms=block is not None)
-    if block is None:
-        check_folder_format(source, config.format)
+    group = check_folder_format(source, config.format) if block is None else 0
     with atomic_folder(out) as folder:
         if block is not None:
             path = folder / gguf_file_name(config.format)
@@ -141,14 +140,14 @@ def write(
             dtype = DTYPES[config.embeddings]
             tensors: Tensors = []
             for name in source.layers:
-                tensors += _layer(source, name, config.format, dtype)
+                tensors += _layer(source, name, config.format, dtype, group)
             for name, shape in source.others.items():
                 tensors += converted(name, dtype, shape, partial(source.read, name))
             write_safetensors(folder / "model.safetensors", tensors, on_progress)
             values = older_rope(source.config) | plain_config(source.config, dtype)
             values |= {EXPORTED_FORMAT: str(source.format)}
             if config.format != "dense":
-                values["quantization_config"] = _quantization_config(source, config.format)
+                values["quantization_config"] = _quantization_config(source, config.format, group)
             write_json(folder / "config.json", values)
             copy_tokenizer(source.folder, folder)
             write_generation_config(source.folder, folder)
@@ -175,10 +174,13 @@ def _block(config: ExportConfig) -> BlockType | None:
     return BLOCK_TYPES.get(config.format.removeprefix("gguf-").upper())
 
 
-def check_folder_format(source: Checkpoint, format: str) -> None:
-    """Raise `UserError` for a model that a format does not support, or its readers compute otherwise."""
+def check_folder_format(source: Checkpoint, format: str) -> int:
+    """Return how many weights of a row share a scale in the exported model; 0: whole rows or matrices.
+
+    Raises `UserError` for a model that a format does not support, or its readers compute otherwise.
+    """
     if format == "dense":
-        return
+        return 0
     is_bitnet = format == "bitnet"
     target = "bitnet" if is_bitnet else "compressed-tensors"
     if source.format.weight != "ternary":
@@ -190,11 +192,17 @@ def check_folder_format(source: Checkpoint, format: str) -> None:
             f"{source.folder} was trained without int8 activations ({source.format}), but readers of "
             f"{target} compute with them; use --to dense"
         )
-    for name, group in gguf_export.scale_groups(source).items():
-        if group and (is_bitnet or group != source.layers[name][1]):
+    groups = gguf_export.scale_groups(source)
+    sizes = {size for name, size in groups.items() if size not in (0, source.layers[name][1])}
+    shared = min(sizes, default=0) if format == "compressed-tensors-w2a8" else 0
+    for name, group in groups.items():
+        columns = source.layers[name][1]
+        allowed = (0,) if is_bitnet else (0, shared, columns)
+        if group not in allowed or (shared and columns % shared):
             raise UserError(
-                f"layer {name} has one scale per {group} weights of a row, {target} one per "
-                f"{'matrix' if is_bitnet else 'row'}; use --to dense, or `sparse-bitnet pack`"
+                f"layer {name} has one scale per {group} weights of a row, {format} one per "
+                f"{'matrix' if is_bitnet else f'{shared} in all layers' if shared else 'row'}; use "
+                "--to dense, or `sparse-bitnet pack`"
             )
     for name, (rows, _) in source.layers.items():
         if is_bitnet and rows % CODES_PER_BYTE:
@@ -202,17 +210,20 @@ def check_folder_format(source: Checkpoint, format: str) -> None:
                 f"layer {name} has {rows} rows, not a multiple of {CODES_PER_BYTE} as bitnet needs; "
                 "use --to compressed-tensors-w8a8"
             )
+    return shared
 
 
-def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> Tensors:
-    """Return the tensors that store a sparse layer's weight in `format`."""
+def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype, group: int) -> Tensors:
+    """Return the tensors that store a sparse layer's weight in `format`, with a scale for each `group` of
+    a row or, if that is 0, for each row."""
     shape = source.layers[name]
+    runs = shape[1] // group if group else 1
     if format == "dense":
         return converted(f"{name}.weight", dtype, shape, partial(source.effective, name))
 
     def stored() -> Iterator[Tensor]:
         ternary = source.ternary(name)
-        tensors = _stored(format, *ternary, dtype)
+        tensors = _stored(format, *ternary, dtype, runs)
         if tensors["weight_scale"].isinf().any():
             raise UserError(
                 f"layer {name}: bitnet stores 1 / its weight scale {ternary[1].item():.4g}, which is too "
@@ -221,27 +232,30 @@ def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype) -> Te
         yield from tensors.values()
 
     codes = torch.empty(shape, dtype=torch.int8, device="meta")
-    described = _stored(format, codes, torch.empty((), device="meta"), dtype).items()
+    described = _stored(format, codes, torch.empty((), device="meta"), dtype, runs).items()
     specs = [TensorSpec(f"{name}.{end}", each.dtype, tuple(each.shape)) for end, each in described]
     tensors = stored()
     return [(spec, islice(tensors, 1)) for spec in specs]
 
 
 def _stored(
-    format: str, codes: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    format: str, codes: Tensor, weight_scale: Tensor, dtype: torch.dtype, runs: int
 ) -> dict[str, Tensor]:
-    """Return the tensors of a layer in `format`, by the end of their names."""
+    """Return the tensors of a layer in `format`, by the end of their names, with `runs` scales a row."""
     if format == "bitnet":
         reciprocal = (1 / weight_scale).reshape(1).to(dtype)
         return {"weight": pack_row_planes(codes), "weight_scale": reciprocal}
-    scales = weight_scale.float().expand(len(codes), 1)
+    scales = weight_scale.float().expand(len(codes), runs)
+    scales = scales.where(
+        scales != 0, 1.0
+    )  # that of codes which are all zero; readers divide by it
     if format == "compressed-tensors-w8a8":
         return {"weight": codes, "weight_scale": scales}
     shape = torch.tensor(codes.shape, dtype=torch.int64)
     return {"weight_packed": pack_words(codes), "weight_scale": scales, "weight_shape": shape}
 
 
-def _quantization_config(source: Checkpoint, format: str) -> dict[str, Any]:
+def _quantization_config(source: Checkpoint, format: str, group: int) -> dict[str, Any]:
     """Return the `quantization_config` of config.json."""
     if format == "bitnet":
         return {
@@ -253,7 +267,9 @@ def _quantization_config(source: Checkpoint, format: str) -> dict[str, Any]:
     stored, num_bits = (W2A8, 2) if format == "compressed-tensors-w2a8" else (W8A8, 8)
     weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel"}
     activations = weights | {"num_bits": 8, "strategy": "token", "dynamic": True}
-    group = {
+    if group:
+        weights |= {"strategy": "group", "group_size": group}
+    layers = {
         "targets": ["Linear"],
         "format": stored,
         "weights": weights,
@@ -264,5 +280,5 @@ def _quantization_config(source: Checkpoint, format: str) -> dict[str, Any]:
         "format": stored,
         "quantization_status": "compressed",
         "ignore": source.dense_linears,
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": layers},
     }
