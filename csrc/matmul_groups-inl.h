@@ -198,8 +198,11 @@ template <int S, int T>
 TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x, const GroupSums& of,
                               std::int64_t token, float* sums) {
   constexpr int of_strip = 64 / VECTOR_BYTES, vectors = S * of_strip;
-  // Sums that would wait for each other, of the planes.
-  constexpr int chains = small_dots == 64 || T * vectors > 5 ? 1 : T * vectors > 2 ? 2 : 4;
+  // Sums that would wait for each other, of the planes. Where there are several, those of odd planes count four times,
+  // which spares shifts; in 16 bits, they last for 128 columns.
+  constexpr bool is_narrow = small_dots == 64;
+  constexpr int chains = T * vectors > (is_narrow ? 2 : 5) ? 1 : is_narrow || T * vectors > 2 ? 2 : 4;
+  constexpr std::int64_t most_columns = is_narrow ? 128 : 1 << 20;
   const std::int64_t strip_bytes = strip_rows * matrix.row_stride, scale = scale_index(matrix, row);
   const std::int64_t to_next_scale = of.in_row * strip_rows;
   const std::uint8_t* words = matrix.data + row * matrix.row_stride;
@@ -210,32 +213,43 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   const float* activation_scales = of.activation_scales ? of.activation_scales + token * groups : nullptr;
   TokenWords<T> tokens(x.codes + token * x.stride, x.stride);
   for (std::int64_t g = 0; g < groups; ++g) {
-    Small small[T][vectors][chains] = {};
-    NO_UNROLL for (const std::uint8_t* end = words + 4 * of.group; words != end; words += 64) {
-      Bytes block[vectors];
-      UNROLL for (int v = 0; v < vectors; ++v) {
-        block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
-      }
-      UNROLL for (int k = 0; k < S; ++k, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-      UNROLL for (int p = 0; p < I2Planes::count; ++p) {
-        Bytes codes[vectors];
-        UNROLL for (int v = 0; v < vectors; ++v) codes[v] = plane(block[v], p);
-        UNROLL for (int t = 0; t < T; ++t) {
-          const Bytes four = tokens.at(t, 4 * p);
+    Sums dots[T][vectors][2] = {};
+    for (std::int64_t left = of.group; left > 0; left -= most_columns) {
+      Small small[T][vectors][chains] = {};
+      const std::uint8_t* end = words + 4 * (left < most_columns ? left : most_columns);
+      NO_UNROLL for (; words != end; words += 64) {
+        Bytes block[vectors];
+        UNROLL for (int v = 0; v < vectors; ++v) {
+          block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
+        }
+        UNROLL for (int k = 0; k < S; ++k, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        UNROLL for (int p = 0; p < I2Planes::count; ++p) {
+          Bytes codes[vectors];
           UNROLL for (int v = 0; v < vectors; ++v) {
-            small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
+            codes[v] = chains > 1 ? block[v] & splat(std::uint8_t(p % 2 ? 12 : 3)) : plane(block[v], p);
+            if (chains > 1 && p == 1) block[v] = shifted_down(block[v], 4);
+          }
+          UNROLL for (int t = 0; t < T; ++t) {
+            const Bytes four = tokens.at(t, 4 * p);
+            UNROLL for (int v = 0; v < vectors; ++v) {
+              small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
+            }
           }
         }
+        tokens.advance(strip_columns);
       }
-      tokens.advance(strip_columns);
+      UNROLL for (int t = 0; t < T; ++t) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
+          UNROLL for (int k = 0; k < chains; ++k) dots[t][v][k % 2] = widen(dots[t][v][k % 2], small[t][v][k]);
+        }
+      }
     }
     UNROLL for (int v = 0; v < vectors; ++v) {
       const std::int64_t index = scale + v / of_strip * to_next_scale + v % of_strip * row_lanes;
       const Floats scales = scales_at<Floats>(matrix, index + g * strip_rows);
       UNROLL for (int t = 0; t < T; ++t) {
-        Sums dots = {};
-        UNROLL for (int k = 0; k < chains; ++k) dots = widen(dots, small[t][v][k]);
-        Floats value = __builtin_convertvector(dots - excess[t * excess_stride + g], Floats) * scales;
+        const Sums sum = dots[t][v][0] + (dots[t][v][1] >> 2);
+        Floats value = __builtin_convertvector(sum - excess[t * excess_stride + g], Floats) * scales;
         if (activation_scales) value *= activation_scales[t * groups + g];
         float* to = sums + t * max_rows_a_call + v * row_lanes;
         store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);

@@ -142,6 +142,38 @@ INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const s
   }
 }
 
+// i2 of one token with one shift for two planes: codes at bits 2 and 3 count four times, in sums of their own.
+template <int R>
+INLINE void dot_shifted(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* x, std::int64_t blocks,
+                        Accumulators<R, 1>& a) {
+  constexpr std::int64_t chunk = (small_dots < 1024 ? small_dots : 1024) / (16 * block_vectors / 2);
+  Accumulators<R, 1> fourfold = {};
+  for (std::int64_t b = 0; b < blocks;) {
+    const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
+    for (; b < end; ++b) {
+      UNROLL for (int v = 0; v < block_vectors; ++v) {
+        Bytes block[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+          block[r] = load_bytes(row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES);
+          if (v == 0) prefetch(row + (b * R + r) * block_bytes);
+        }
+        UNROLL for (int p = 0; p < 4; p += 2) {
+          const std::int8_t* at = x + b * 4 * block_bytes + p * block_bytes + v * VECTOR_BYTES;
+          const Bytes low = load_bytes(at), high = load_bytes(at + block_bytes);
+          UNROLL for (int r = 0; r < R; ++r) {
+            a.small[0][r] = dot_codes(a.small[0][r], block[r] & 3, low);
+            fourfold.small[0][r] = dot_codes(fourfold.small[0][r], block[r] & 12, high);
+            if (p == 0) block[r] = shifted_down(block[r], 4);
+          }
+        }
+      }
+    }
+    widen_all(a);
+    widen_all(fourfold);
+  }
+  UNROLL for (int r = 0; r < R; ++r) a.sums[0][r] += fourfold.sums[0][r] >> 2;
+}
+
 template <class Planes, int R, int T>
 INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
                        Accumulators<R, T>& a) {
@@ -149,6 +181,8 @@ INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std:
   const std::int64_t blocks = matrix.columns / block_weights;
   if constexpr (Planes::count == B3Planes::count && T == 1 && takes_any_bytes) {
     dot_fractions<R>(matrix, row, x[0], blocks, a);
+  } else if constexpr (Planes::count == I2Planes::count && T == 1) {
+    dot_shifted<R>(matrix, row, x[0], blocks, a);
   } else {
     dot_blocks<Planes, R, T>(matrix, row, x, blocks, a);
   }
