@@ -167,31 +167,27 @@ ELSEWHERE = {
 }  # fmt: skip
 """Reasons why commands in the pages are not run as they stand, and patterns of these commands."""
 GIVEN = {"RUN": "run", "CHECKPOINT": "run", "CHECKPOINT...": "run", "PACKED": "packed", "2000": "2"}
-GIVEN |= {
-    "TEACHER": "run/final",
-    "MODEL": "run/final",
-    "DATA": "data2",
-    "TEXT": "book.txt",
-    "held-out.txt": "book.txt",
-}
+GIVEN |= {"TEACHER": "run/final", "MODEL": "run/final", "DATA": "data"}
+GIVEN |= {"TEXT": "book.txt", "held-out.txt": "book.txt"}
 """Names in the commands -> the files that replace them here."""
 MAKE = """
 sparse-bitnet export run folder --to compressed-tensors-w8a8
 sparse-bitnet export run gguf --to gguf-tq2_0
 python -c "from pathlib import Path; [one.rename('model.gguf') for one in Path('gguf').glob('*.gguf')]"
-sparse-bitnet prepare book.txt data2 --tokenizer run/final
 """
 
 
-def other_commands(done: list[str]) -> Iterator[str]:
-    """Those of all pages that run on a small model in a moment."""
-    for number, (_, line) in enumerate(LINES):
+def other_commands(done: list[str]) -> list[str]:
+    """Those of all pages that run on a small model in a moment, once each."""
+    commands = []
+    for _, line in LINES:
         is_elsewhere = any(re.search(pattern, line) for pattern in ELSEWHERE.values())
         if line.startswith("sparse-bitnet ") and not is_elsewhere and line not in done:
             words = [GIVEN.get(word, word) for word in shlex.split(line, comments=True)]
             if words[1] in ("prepare", "distill", "pack", "export", "import"):
-                words[3] = f"made-{number}"
-            yield shlex.join(words)
+                words[3] = "MADE"
+            commands.append(shlex.join(words))
+    return [each.replace("MADE", f"made-{n}") for n, each in enumerate(dict.fromkeys(commands))]
 
 
 @pytest.mark.slow
