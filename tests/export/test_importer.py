@@ -73,9 +73,7 @@ def w2a8(exported: Exported) -> Path:
     return exported("compressed-tensors-w2a8")
 
 
-def test_pattern_of_an_export_is_kept_without_its_registered_functions(
-    exported: Exported,
-) -> None:
+def test_pattern_of_an_export_is_kept_without_its_registered_functions(exported: Exported) -> None:
     """Readers of an export need not have the functions that its training registered."""
     folder = exported("bitnet")
     edit_json(folder / "config.json", sparse_bitnet_format="ternary-6:8,quantizer=mine")

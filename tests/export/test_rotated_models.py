@@ -86,6 +86,11 @@ def unquantised(folder: Path) -> np.ndarray:
     return logits(model)
 
 
+def exported(packed: Path, type: str, **options: Any) -> Path:
+    export(packed, packed / type, ExportConfig(format=f"gguf-{type}", **options))
+    return packed / type / f"model-{type.upper()}.gguf"
+
+
 @pytest.mark.parametrize("case", ["qwen3 128 head", "qwen3 64 head ties", "llama 32"])
 def test_a_rotated_file_computes_the_model_from_before(tmp_path: Path, case: str) -> None:
     family, block, *flags = case.split()
@@ -114,8 +119,12 @@ def test_a_rotated_file_computes_the_model_from_before(tmp_path: Path, case: str
     assert typical_error(coarser, reference) < 0.05
     with pytest.raises(UserError, match="has rotated weights, which only packed folders hold"):
         import_checkpoint(path, tmp_path / "masters")
-    with pytest.raises(UserError, match="has rotated weights, which transforms inputs"):
-        export(tmp_path / "packed", tmp_path / "out", ExportConfig(format="dense"))
+    with pytest.raises(UserError, match="has rotated weights, of which readers of gguf-q2_0"):
+        exported(tmp_path / "packed", "q2_0")
+    written = (tmp_path / "packed" / "model.safetensors").read_bytes()
+    for type in ("pq2_0", "ptq1_0"):
+        import_checkpoint(exported(tmp_path / "packed", type), tmp_path / type, packed="auto")
+        assert (tmp_path / type / "model.safetensors").read_bytes() == written
 
 
 def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path) -> None:
@@ -133,6 +142,10 @@ def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path) -> No
     import_checkpoint(path, tmp_path / "packed", packed="i2", embeddings="float32")
     assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-4
     assert_close(engine_logits(tmp_path / "packed"), logits(load_reference(tmp_path / "packed")))
+    again = open_checkpoint(exported(tmp_path / "packed", "ptq1_0"))
+    assert (again.rotation, len(again.layers)) == (rotation, len(folded))
+    for layer in again.layers:
+        np.testing.assert_array_equal(again.effective(layer), state[f"{layer}.weight"])
     keys |= {"gdn_v_grouped": False}
     with pytest.raises(UserError, match=r"not supported: .*gdn_v_grouped is not true"):
         open_checkpoint(write_qwen35(path, model, write))

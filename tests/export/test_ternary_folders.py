@@ -67,9 +67,8 @@ def test_ternary_floats_are_imported_exactly(
 ) -> None:
     model = save_model(tmp_path / "model", family, scales_of, dtype)
     assert find_checkpoint(tmp_path / "model").kind == "foreign"
-    result = import_checkpoint(
-        tmp_path / "model", tmp_path / "packed", packed="i2", embeddings="float32"
-    )
+    folder, out = tmp_path / "model", tmp_path / "packed"
+    result = import_checkpoint(folder, out, packed="i2", embeddings="float32")
     assert (result.kind, result.layers) == ("ternary floats", 14)
     packed = open_checkpoint(tmp_path / "packed", "packed")
     for layer in packed.layers:
@@ -148,27 +147,22 @@ def test_published_falcon_e_is_imported(tmp_path: Path, head_dim: int, revision:
             inverse = (torch.rand(1) * 50 + 20).bfloat16()
             tensor.copy_(codes / inverse.float())
             # Row r of a quarter lies in the bits 2 * quarter of byte r.
-            quarters = (codes + 1).to(torch.uint8).view(4, -1, codes.shape[1])
-            shifted = [part << 2 * place for place, part in enumerate(quarters)]
-            packed[name] = shifted[0] | shifted[1] | shifted[2] | shifted[3]
+            quarters = (codes + 1).to(torch.uint8).view(4, -1, codes.shape[1]).unbind()
+            packed[name] = sum(part << 2 * place for place, part in enumerate(quarters))
             packed[f"{name}_scale"] = inverse
     model.save_pretrained(tmp_path / "model")
     if revision == "main":
         save_file(packed, tmp_path / "model" / "model.safetensors", {"format": "pt"})
         entry = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
         edit_json(tmp_path / "model" / "config.json", quantization_config=entry)
-    result = import_checkpoint(
-        tmp_path / "model", tmp_path / "packed", packed="i2", embeddings="float32"
-    )
-    assert (result.kind, result.layers) == (
-        "bitnet" if revision == "main" else "ternary floats",
-        14,
-    )
+    folder, out = tmp_path / "model", tmp_path / "packed"
+    result = import_checkpoint(folder, out, packed="i2", embeddings="float32")
+    kind = "bitnet" if revision == "main" else "ternary floats"
+    assert (result.kind, result.layers) == (kind, 14)
     checkpoint = open_checkpoint(tmp_path / "packed", "packed")
     for layer in checkpoint.layers:
-        assert torch.equal(
-            checkpoint.ternary(layer).values().bfloat16(), model.state_dict()[f"{layer}.weight"]
-        )
+        values = checkpoint.ternary(layer).values().bfloat16()
+        assert torch.equal(values, model.state_dict()[f"{layer}.weight"])
     expected = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
     computed = engine_logits(tmp_path / "packed", list(range(32)))
     assert typical_error(computed, expected.numpy()) < 1e-5

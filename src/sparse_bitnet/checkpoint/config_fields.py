@@ -11,8 +11,8 @@ import numpy as np
 from sparse_bitnet.errors import UserError
 
 GEMMA3, HUNYUAN, QWEN35 = "gemma3_text", "hunyuan_v1_dense", "qwen3_5_text"
-QWEN35_COMPOSITES = ("qwen3_5", "prism_hadamard_qwen35")
-"""`model_type` of Qwen3.5 models with an image encoder, which published folders have: plain, rotated."""
+QWEN35_TYPES = (QWEN35, "qwen3_5", "prism_hadamard_qwen35")
+"""`model_type` of Qwen3.5: alone; with an image encoder, as published; that with rotated weights."""
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Values in `layer_types`; the first two are keys of Gemma's `rope_parameters`, too."""
 
@@ -86,7 +86,7 @@ def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's config in that of a Qwen3.5 model with an image encoder; return any
     other config unchanged."""
     text = config.get("text_config")
-    if config.get("model_type") not in QWEN35_COMPOSITES or not isinstance(text, dict):
+    if config.get("model_type") not in QWEN35_TYPES[1:] or not isinstance(text, dict):
         return config
     own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
     shared = {key: value for key, value in config.items() if not key.startswith(own)}

@@ -81,6 +81,23 @@ def read_rotation(
     return Rotation(block=block, signs=of_widths, embedding=bool(looked_up), head=head)
 
 
+def rotation_keys(
+    rotation: Rotation, layers: Sequence[str], tables: Sequence[str], *, has_heads: bool
+) -> dict[str, Any]:
+    """Return the keys of which `read_rotation` makes a rotation; `layers` and `tables` are as there.
+    `has_heads`: whether columns belong to value heads of linear attention, in transformers' order."""
+    is_shared = len(tables) == 1 and rotation.embedding
+    keys = {
+        **{"version": 1 + is_shared, "block_size": rotation.block, "transform": _TRANSFORM},
+        **{"axis": _AXIS, "sign_mode": "explicit", "sign_widths": [*rotation.signs]},
+        "sign_values": [int(s) for width in rotation.signs for s in rotation.values(width)],
+        "weight_names": [*layers, *(tables[1:] if rotation.head else ())],
+        "inverse_weight_names": [*tables[:1]] if rotation.embedding else [],
+        **{"gdn_v_grouped": has_heads, "tied_output": is_shared},
+    }
+    return {key: value for key, value in keys.items() if value}
+
+
 def _list(value: Any, types: tuple[type, ...]) -> list[Any]:
     is_list = isinstance(value, list) and all(type(each) in types for each in value)
     return value if is_list else []

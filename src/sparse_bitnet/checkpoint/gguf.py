@@ -45,7 +45,7 @@ _UNREAD = ("v.", "mm.", "mtp.")
 """Prefixes of the tensors of an image encoder, and of layers that predict several tokens."""
 _LOOKED_AT = 64
 """Number of rows of a float matrix that decide whether it is ternary."""
-_ROTATED = ("llama", "qwen3", "qwen35")
+ROTATED = ("llama", "qwen3", "qwen35")
 """Architectures whose weights may be rotated."""
 
 
@@ -67,11 +67,18 @@ class GgufCheckpoint(Checkpoint):
         self.config = config_of(self.gguf, self.architecture)
         self.shapes: dict[str, Any] = dict(self._wanted())
         self.names = {name: self.architecture.stored_name(name) for name in self.shapes}
+        if not any(name.endswith("ssm_dt.bias") for name in self.gguf.tensors):  # Ollama's name
+            self.names = {
+                n: each.replace("ssm_dt.bias", "ssm_dt") for n, each in self.names.items()
+            }
         matrices = [name for name, shape in self.shapes.items() if len(shape) == 2]
         self._check_tensors(matrices)
         gates = [n for n in matrices if n.removesuffix(".weight").endswith(GATES)]
-        # The engine computes dense gates; only ours are known to have been trained otherwise.
-        gates = [n for n in gates if FORMAT not in self.gguf.metadata or not self.is_ternary(n)]
+        # The engine computes dense gates; only ours are known to have been trained otherwise, and the
+        # dense ones of ours are float32.
+        types = {name: self.gguf.type_name(self.names[name]) for name in gates}
+        is_ours = FORMAT in self.gguf.metadata
+        gates = [n for n in gates if not is_ours or types[n] == "F32" or not self.is_ternary(n)]
         linears = [n for n in matrices if not n.startswith(_TABLES) and n not in gates]
         plain, said = [name for name in linears if not self.is_ternary(name)], ""
         if plain:
@@ -92,7 +99,7 @@ class GgufCheckpoint(Checkpoint):
         if keys := with_prefix(metadata):
             row, grouped = self.architecture, keys.get("gdn_v_grouped") is True
             heads, shared = (self.config.get(f"linear_num_{n}_heads") for n in ("value", "key"))
-            if row.name not in _ROTATED:
+            if row.name not in ROTATED:
                 said = said or f"its architecture is {row.name}"
             elif heads != shared and not grouped:
                 # A rotation mixes columns: heads among them that are tiled could not be reordered.

@@ -83,10 +83,7 @@ PRE_TOKENIZERS = (
         GPT2,
     ),
     _pre("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", DIGIT, GPT2),
-    _pre(
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-        _QWEN2,
-    ),
+    _pre("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
     _pre("qwen35", _QWEN35),
     _pre(
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",

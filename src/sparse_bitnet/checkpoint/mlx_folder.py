@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import StoredModel
-from sparse_bitnet.checkpoint.config_fields import QWEN35, QWEN35_COMPOSITES, check_fields
+from sparse_bitnet.checkpoint.config_fields import QWEN35, QWEN35_TYPES, check_fields
 from sparse_bitnet.checkpoint.declared_rotation import MLX_KEYS, PREFIX, with_prefix
 from sparse_bitnet.checkpoint.foreign import ForeignFolder
 from sparse_bitnet.checkpoint.gguf_architectures import ARCHITECTURES
@@ -25,15 +25,14 @@ from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with
 from sparse_bitnet.packing.two_bits import CODES_PER_WORD, unpack_words
 
 _DECLARED = {
-    "model_type": QWEN35_COMPOSITES[1],
-    "base_model_type": QWEN35_COMPOSITES[0],
+    "model_type": QWEN35_TYPES[2],
+    "base_model_type": QWEN35_TYPES[1],
     "schema_version": 2,
     "tensor_namespace": "mlx-vlm-qwen3_5",
     "gdn_activation_layout": "grouped",
     "hadamard_config": MLX_KEYS,
 }
 """Fields of a rotated folder's config.json -> the one value that is read."""
-_EMBEDDING = "model.embed_tokens"
 _OUTER = {*_DECLARED, "modules", "components", "requires_runtime", "model_file"} - {"model_type"}
 _QWEN35 = next(row for row in ARCHITECTURES if row.model_type == QWEN35)
 
@@ -51,7 +50,9 @@ class MlxFolder(ForeignFolder):
         tables = zip(self.embeddings, (rotation.embedding, rotation.head), strict=False)
         rotated = [*self.layers, *(n.removesuffix(".weight") for n, is_one in tables if is_one)]
         record = {"block": rotation.block, "dtype": "float16"}
-        ours = [{**record, "path": n, "embedding": n == _EMBEDDING} for n in rotated]
+        ours = [
+            {**record, "path": n, "embedding": f"{n}.weight" == self.embeddings[0]} for n in rotated
+        ]
         given = self.outer.get("modules")
         given = given if isinstance(given, list) else [given]
         odd = [each for each in (*ours, *given) if (each in ours) != (each in given)]

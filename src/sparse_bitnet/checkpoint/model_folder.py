@@ -13,14 +13,12 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.config_fields import (
     MOST_LAYERS,
-    QWEN35,
-    QWEN35_COMPOSITES,
+    QWEN35_TYPES,
     check_basis,
     check_fields,
 )
@@ -342,9 +340,9 @@ class WeightFiles:
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
         """Return the same tensors under other names, without those whose new name is empty. Raises
         `UserError` if two get the same name."""
-        names = sorted(filter(None, map(new, self.shapes)))
-        if twice := {name for name, other in pairwise(names) if name == other}:
-            raise UserError(f"{self.folder} has two tensors for {min(twice)}")
+        names = [name for name in map(new, self.shapes) if name]
+        if len({*names}) < len(names):
+            raise UserError(f"{self.folder}: two tensors are {max(names, key=names.count)}")
         files = copy.copy(self)
         for field in ("shapes", "dtypes", "_places"):
             named = {new(name): each for name, each in getattr(self, field).items() if new(name)}
@@ -355,7 +353,7 @@ class WeightFiles:
         """Return a Qwen3.5 language model's tensors under its names, without those of an image encoder
         and of layers that predict several tokens; return any other model's unchanged."""
         model_type = read_json_if_there(self.folder / CONFIG_FILE).get("model_type")
-        if model_type not in (QWEN35, *QWEN35_COMPOSITES):
+        if model_type not in QWEN35_TYPES:
             return self
 
         def new_name(name: str) -> str:

@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint, StoredModel
-from sparse_bitnet.checkpoint.config_fields import QWEN35_COMPOSITES
+from sparse_bitnet.checkpoint.config_fields import QWEN35_TYPES
 from sparse_bitnet.checkpoint.declared_rotation import MANIFEST, MLX_KEYS
 from sparse_bitnet.checkpoint.load import open_folder
 from sparse_bitnet.checkpoint.model_folder import (
@@ -32,7 +32,7 @@ _READERS = {
 """quant_method in config.json, None for none -> kind, and the class here that opens it."""
 _ROTATED_BY = {
     "foreign.TernaryFloats": (MANIFEST,),
-    "mlx_folder.MlxFolder": (MLX_KEYS, "hadamard_config", f"model_type {QWEN35_COMPOSITES[1]}"),
+    "mlx_folder.MlxFolder": (MLX_KEYS, "hadamard_config", f"model_type {QWEN35_TYPES[2]}"),
 }
 """Class that reads rotated weights -> the files and settings of config.json that declare them."""
 _TABLES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")

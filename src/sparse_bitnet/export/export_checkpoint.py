@@ -51,7 +51,7 @@ from sparse_bitnet.export.hf_folder import (
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
 from sparse_bitnet.export.verify import Verification, absent_reader, text_to_verify, verify
 from sparse_bitnet.files import atomic_folder, write_atomic
-from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, BlockType
+from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES, PRISM_TYPES, BlockType
 from sparse_bitnet.packing.tensor_file import TensorSpec
 from sparse_bitnet.packing.two_bits import CODES_PER_BYTE, W2A8, W8A8, pack_row_planes, pack_words
 from sparse_bitnet.progress import OnProgress
@@ -123,13 +123,17 @@ def write(
 ) -> None:
     """Check, then write the folder `out` in one step; see `export`."""
     assert config.embeddings is not None
-    if source.rotation or source.format.variant("activation").has("transform"):
-        trained = f"was trained with activation={source.format.activation}"
+    if source.format.variant("activation").has("transform"):
         raise UserError(
-            f"{source.folder} {'has rotated weights' if source.rotation else trained}, which transforms "
+            f"{source.folder} was trained with activation={source.format.activation}, which transforms "
             "inputs of layers; no other tool does that: run it with --engine transformers"
         )
     block = _block(config)
+    if source.rotation and block not in PRISM_TYPES:
+        raise UserError(
+            f"{source.folder} has rotated weights, of which readers of {config.format} would compute "
+            "nonsense: use --to gguf-pq2_0 or gguf-ptq1_0"
+        )
     _check_tensors(source, holds_linear_norms=block is not None)
     group = check_folder_format(source, config.format) if block is None else 0
     with atomic_folder(out) as folder:

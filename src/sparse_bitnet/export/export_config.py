@@ -15,6 +15,8 @@ FormatName = Literal[
     "gguf-tq2_0",
     "gguf-q2_0",
     "gguf-i2_s",
+    "gguf-pq2_0",
+    "gguf-ptq1_0",
     "dense",
 ]
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
@@ -43,6 +45,8 @@ FORMATS = {
         "GGUF I2_S, 2 bits where rows fill blocks of 128; CPU",
         "bitnet.cpp, ik_llama.cpp",
     ),
+    "gguf-pq2_0": ("GGUF PQ2_0, 2.13 bits, also rotated weights", "llama.cpp of Prism ML"),
+    "gguf-ptq1_0": ("GGUF PTQ1_0, 1.75 bits, also rotated weights", "llama.cpp of Prism ML"),
     "dense": (
         "plain effective weights, 16 or 32 bits, for tools without a ternary format",
         "transformers, vLLM",

@@ -22,6 +22,8 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.declared_rotation import PREFIX, rotation_keys
+from sparse_bitnet.checkpoint.gguf import ROTATED
 from sparse_bitnet.checkpoint.gguf_architectures import GgufArchitecture
 from sparse_bitnet.checkpoint.gguf_config import (
     FORMAT,
@@ -34,7 +36,7 @@ from sparse_bitnet.checkpoint.gguf_order import stored_order, stored_shape, to_f
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
 from sparse_bitnet.layer_config import GATES
-from sparse_bitnet.packing.gguf_blocks import I2_S, BlockType, block_for
+from sparse_bitnet.packing.gguf_blocks import I2_S, PRISM_TYPES, BlockType, block_for
 from sparse_bitnet.progress import OnProgress
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
@@ -57,15 +59,25 @@ class GgufTensor(NamedTuple):
 def check_reader(source: Checkpoint, block: BlockType) -> None:
     """Raise `UserError` for a model whose file llama.cpp cannot read."""
     row = _metadata(source)[0]
-    if block is I2_S:
-        raise UserError("--verify: llama.cpp does not read I2_S; verify --to gguf-tq2_0")
+    if block in (I2_S, *PRISM_TYPES):
+        raise UserError(f"--verify: llama.cpp does not read {block.name}; verify --to gguf-tq2_0")
     if not row.in_llama_cpp:
         raise UserError(f"--verify: llama.cpp does not read {row.name}: {row.note}")
 
 
 def _metadata(source: Checkpoint) -> tuple[GgufArchitecture, dict[str, object]]:
     """Return a model's GGUF architecture and metadata. Raises `UserError` if GGUF does not support it."""
-    return metadata_of(source.config, f"{source.folder}/config.json")
+    row, metadata = metadata_of(source.config, f"{source.folder}/config.json")
+    if (rotation := source.rotation) is None:
+        return row, metadata
+    if row.name not in ROTATED:
+        raise UserError(f"{source.folder} has rotated weights, which {row.name} does not support")
+    layers = [row.stored_name(f"{layer}.weight") for layer in source.layers]
+    tables, has_heads = map(row.stored_name, source.embeddings), bool(row.linear_block)
+    keys = rotation_keys(rotation, layers, [*tables], has_heads=has_heads)
+    metadata |= {PREFIX + key: value for key, value in keys.items()}
+    # Columns stay in their order, which a rotation mixes.
+    return row._replace(tiles_columns=False), metadata
 
 
 def scale_groups(source: Checkpoint) -> dict[str, int]:
@@ -121,6 +133,11 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
     groups = scale_groups(source)
     for layer, (rows, columns) in source.layers.items():
         block, group = block_for(columns, wanted), groups[layer]
+        if source.rotation and block is not wanted:
+            raise UserError(
+                f"layer {layer} has rows of {columns}, which do not fill {wanted.name}'s blocks of "
+                f"{wanted.codes}; only these hold rotated weights"
+            )
         order = stored_order(row, source.config, layer)
         if 0 < group < columns and order is not None and order.columns is not None:
             group = gcd(group, order.run)
@@ -243,6 +260,7 @@ def write(
         writer.add_array(WEIGHT_SCALES, [scale.item() for scale in scales])
     for key, value in metadata.items():
         types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+        types[bool] = GGUFValueType.BOOL
         writer.add_key_value(key, value, types.get(type(value), GGUFValueType.ARRAY))
     add_vocabulary(writer, source.folder, source.config["vocab_size"])
     for tensor in tensors:

@@ -3,7 +3,7 @@
 
 A block is a run of 32 to 256 codes of one row, with its scale d in float16. We write TQ1_0, TQ2_0,
 Q2_0 and Q8_0 with one scale for all blocks of a matrix, so codes survive exactly and the scale to
-2**-11; and I2_S. We read all but Q8_0. Below, t = code + 1. PQ2_0 and PTQ1_0 are Prism ML's.
+2**-11; I2_S; and Prism ML's PQ2_0 and PTQ1_0. We read all but Q8_0. Below, t = code + 1.
 
     type   id  codes  bytes           layout
     TQ1_0  34  256    qs 48, qh 4, d  t of five places as one byte, ceil(256 V / 243) with
@@ -208,15 +208,18 @@ F16 = BlockType("F16", 1, 1, 1, 2, lambda t: t)
 I2_S = BlockType("I2_S", 36, 40, 128, 32, *_fields(32, -1), scale_of="matrix", scale_dtype="<f4")
 I2_S_ARM = dataclasses.replace(I2_S, name="I2_S of ARM", decode=_fields(16, -1)[1])
 """I2_S as bitnet.cpp for ARM writes it, under the same number and size."""
-BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S)}
+PQ2_0 = BlockType("PQ2_0", 142, 141, 128, 34, *_fields(1), scale_first=True)
+PTQ1_0 = BlockType("PTQ1_0", 143, 143, 128, 28, *_trits(16, 8, 2))
+PRISM_TYPES = (PQ2_0, PTQ1_0)
+"""Types that only programs read which know rotated weights; others would compute nonsense from those."""
+BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S, *PRISM_TYPES)}
 
 READ_TYPES = (
     TQ1_0,
     TQ2_0,
     Q2_0,
     dataclasses.replace(Q2_0, codes=128, nbytes=34),
-    BlockType("PQ2_0", 142, 141, 128, 34, *_fields(1), scale_first=True),
-    BlockType("PTQ1_0", 143, 143, 128, 28, *_trits(16, 8, 2)),
+    *PRISM_TYPES,
     BlockType("STQ1_0", 42, 0, 256, 42, None, _decode_stq1_0),
     BlockType("STQ1_0", 43, 0, 256, 42, None, _decode_stq1_0),
     I2_S,
