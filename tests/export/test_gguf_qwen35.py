@@ -119,7 +119,7 @@ def write_qwen35(
 ) -> Path:
     """Write what a converter of llama.cpp writes: ternary matrices through `write`, else all as floats.
 
-    `changes`: metadata key -> another value, None to leave it out; name of a tensor -> an array.
+    `changes`: metadata key -> another value; name of a tensor -> an array; None leaves either out.
     """
     fields, tensors = metadata(model.config), dict[str, Any]()
     for name, value in (changes or {}).items():
@@ -138,7 +138,7 @@ def write_qwen35(
         name, values = stored(own, tensor.numpy())
         if own.endswith(TERNARY) and write is not None:
             write(writer, name, values)
-        elif name not in tensors:
+        elif name not in tensors and name not in fields:
             writer.add_tensor(name, values)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
@@ -194,13 +194,19 @@ def test_a_file_of_floats_is_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_layers_of_any_order_and_tensors_that_are_not_read(tmp_path: Path, is_listed: bool) -> None:
-    """Layers that predict several tokens and an image encoder are ignored by name, nothing else."""
+    """Layers that predict several tokens and an image encoder are ignored by name, nothing else. Ollama's
+    files, which list no kinds, count key-value heads for each layer and have another name for dt_bias."""
     kinds = ["full_attention", "linear_attention"] * 2 if is_listed else None
     model = ternary_qwen35(128, layer_types=kinds)
-    unread = {"blk.4.nextn.eh_proj.weight": np.ones((256, 512), np.float32)}
+    unread: dict[str, Any] = {"blk.4.nextn.eh_proj.weight": np.ones((256, 512), np.float32)}
     unread |= {name: np.ones(4, np.float32) for name in ("blk.4.ssm_a", "v.post_ln.weight")}
     changes: dict[str, Any] = {"block_count": 5, "nextn_predict_layers": 1}
-    listed = {"attention.recurrent_layers": [False, True, False, True, False]} if is_listed else {}
+    listed: dict[str, Any] = {"attention.recurrent_layers": [False, True, False, True, False]}
+    if not is_listed:
+        listed = {"attention.head_count_kv": [0, 0, 0, 2], "ssm.v_head_reordered": 1, "vision.x": 1}
+    biases = [n for n in model.state_dict() if n.endswith("dt_bias") and not is_listed]
+    for own, values in (stored(name, model.state_dict()[name].numpy()) for name in biases):
+        unread |= {own: None, own.removesuffix(".bias"): values}
     path = write_qwen35(tmp_path / "model.gguf", model, Q2_0, changes | listed | unread)
     source = open_checkpoint(path)
     assert_same_model(source, model)
@@ -223,6 +229,8 @@ def test_layers_of_any_order_and_tensors_that_are_not_read(tmp_path: Path, is_li
         ({"full_attention_interval": 2}, "tensor blk.1.attn_gate.weight is not supported"),
         ({"nextn_predict_layers": 4}, "nextn_predict_layers is above 3"),
         ({"rope.dimension_count": 15}, "rope.dimension_count is 15, but"),
+        ({"attention.head_count_kv": [2, 0, 0, 2]}, r"kv is \[2, 0, 0, 2\], not \[0, 0, 0, 2\]"),
+        ({"ssm.v_head_reordered": 0}, "v_head_reordered = 0 is not supported; True is"),
         ({"ssm.dt_b_c_rms": [1]}, "ssm.dt_b_c_rms = .* is not supported"),
         ({"blk.1.ssm_a": np.float32([-1, -1, 0, -1, -1, -1])}, "decay is not a negative number"),
     ],

@@ -78,8 +78,11 @@ _AS_HERE = {
     **dict.fromkeys((f"{_SCALING}.attn_factor", f"{_SCALING}.yarn_attn_factor"), 1),
     **dict.fromkeys((f"{_SCALING}.yarn_ext_factor", f"{_SCALING}.yarn_beta_slow"), 1),
     f"{_SCALING}.yarn_beta_fast": 32,
+    **{"ssm.v_head_reordered": True, "rope.mrope_interleaved": True},
 }
 """Keys that may have only this value."""
+_OF_IMAGES = ("vision", "image_token_id", "mrope_sections", "rope.mrope_section")
+"""Beginnings of keys in Ollama's files of Qwen3.5 that do not affect the language model."""
 _OF_THE_FILE = (
     *("general.", "tokenizer.", "quantize.", "imatrix.", "split.", "sparse_bitnet."),
     "mradermacher.",
@@ -116,12 +119,13 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         raise UserError(f"{file.path} has no matrix token_embd.weight: it is incomplete")
     rows = embedding.shape[0]
     is_gemma = architecture.model_type == GEMMA3
+    unread = (*_OF_THE_FILE, PREFIX, *(prefix + key for key in _OF_IMAGES))
     read = [*_READ, *([_WINDOW] if architecture.windows else [])]
     read += [_PATTERN, _LOCAL_ROPE_BASE, "final_logit_softcapping"] if is_gemma else []
     if architecture.linear_block:
         read += [*_LINEAR_SIZES, _INNER, _INTERVAL, _RECURRENT, _PREDICTING, _SECTIONS]
     check_fields(
-        {key: v for key, v in file.metadata.items() if not key.startswith((*_OF_THE_FILE, PREFIX))},
+        {key: v for key, v in file.metadata.items() if not key.startswith(unread)},
         [prefix + key for key in read],
         str(file.path),
         {prefix + key: value for key, value in _AS_HERE.items()},
@@ -134,6 +138,9 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
     with np.errstate(over="ignore"):
         # The shortest number with the same float32 value, as 1e-6 was before it was stored.
         values |= {k: float(str(np.float32(v))) for k, v in values.items() if type(v) is float}
+    counts = values.get(_KV_HEADS) if architecture.linear_block else None
+    if isinstance(counts, list):
+        values[_KV_HEADS] = max(counts, default=0)
     fields = Fields(values, f"{file.path}: {prefix}")
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
@@ -153,6 +160,10 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
     }
     if architecture.linear_block:
         config |= _linear_config(fields, str(file.path))
+        shared = config["num_key_value_heads"]
+        expected = [shared * (kind != LINEAR) for kind in config["layer_types"]]
+        if isinstance(counts, list) and counts[: len(expected)] != expected:
+            raise UserError(f"{file.path}: {prefix}{_KV_HEADS} is {shown(counts)}, not {expected}")
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > rows:
         raise UserError(
