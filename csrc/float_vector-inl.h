@@ -79,35 +79,41 @@ struct Halves {
   Vector<float, VECTOR_BYTES / 2> low, high;
 };
 
-TARGET __attribute__((noinline)) static inline void fuse_lanes(const Floats& a, const Floats& b, Floats& c) {
+#if VECTOR_BYTES == 16
+__attribute__((noinline)) static inline void fuse_lanes(const Floats& a, const Floats& b, Floats& c) {
   for (int i = 0; i < width; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+}
+
+// By a shuffle: halves that go through memory wait for each other.
+struct Wide {
+  Vector<double> low, high;
+};
+INLINE Wide to_doubles(const Floats& v) {
+  const Halves low = bit_cast<Halves>(v), high = bit_cast<Halves>(PICK(std::int32_t, v, v, 2, 3, 2, 3));
+  return {__builtin_convertvector(low.low, Vector<double>), __builtin_convertvector(high.low, Vector<double>)};
 }
 
 // a b + c rounded once, without an instruction for it. The product is exact in double. Rounding the sum to double
 // first changes its float only where the bits that go are one half of the last that stays, or where the float is
 // too small to be normal: those few are left to the library.
 INLINE Floats fused_in_software(const Floats& a, const Floats& b, const Floats& c) {
-  using Doubles = Vector<double>;
-  const Halves x = bit_cast<Halves>(a), y = bit_cast<Halves>(b), z = bit_cast<Halves>(c);
-  const Doubles low = __builtin_convertvector(x.low, Doubles) * __builtin_convertvector(y.low, Doubles) +
-                      __builtin_convertvector(z.low, Doubles);
-  const Doubles high = __builtin_convertvector(x.high, Doubles) * __builtin_convertvector(y.high, Doubles) +
-                       __builtin_convertvector(z.high, Doubles);
-  using Half = Vector<float, VECTOR_BYTES / 2>;
-  Floats sum = bit_cast<Floats>(Halves{__builtin_convertvector(low, Half), __builtin_convertvector(high, Half)});
+  const Wide x = to_doubles(a), y = to_doubles(b), z = to_doubles(c);
+  const Vector<double> low = x.low * y.low + z.low, high = x.high * y.high + z.high;
+  using Half = Vector<float, 8>;
+  const Half first = __builtin_convertvector(low, Half), second = __builtin_convertvector(high, Half);
+  using Longs = Vector<std::int64_t>;
+  Floats sum = bit_cast<Floats>(Longs{bit_cast<std::int64_t>(first), bit_cast<std::int64_t>(second)});
   Ints lost, rest;
   unzip<std::int32_t>(bit_cast<Ints>(low), bit_cast<Ints>(high), lost, rest);
   const Ints is_small = (bit_cast<Ints>(sum) & 0x7fffffff) <= 0x00800000;
-  const Ints is_unsure = ((lost & 0x1fffffff) == 0x10000000) | (is_small & (c != 0.0f));
-  const auto both = bit_cast<Vector<std::int64_t>>(is_unsure);
-  std::int64_t any = 0;
-  UNROLL for (int i = 0; i < lanes<std::int64_t>; ++i) any |= both[i];
-  if (__builtin_expect(any != 0, 0)) {
+  const Longs is_unsure = bit_cast<Longs>(((lost & 0x1fffffff) == 0x10000000) | (is_small & (c != 0.0f)));
+  if (__builtin_expect((is_unsure[0] | is_unsure[1]) != 0, 0)) {
     sum = c;
     fuse_lanes(a, b, sum);
   }
   return sum;
 }
+#endif
 
 // e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
 // as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with
