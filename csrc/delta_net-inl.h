@@ -39,41 +39,59 @@ TARGET static void convolve(const Convolution& work) {
   }
 }
 
-// Columns [column, column + VECTORS * width) of all tokens: their part of the state stays in the caches.
+// VECTORS * width columns of a state [key_dim, slab_columns] in slabs. UPDATE: state = decay * state + key * change.
+// READ: its products with a key and a query, which may be those of the next token, are added up.
+template <int VECTORS, bool UPDATE, bool READ>
+TARGET static void pass_over(float* state, std::int64_t key_dim, float decay, const float* key, const Floats* change,
+                             const float* read_key, const float* read_query, Floats* with_key, Floats* with_query) {
+  constexpr int in_slab = int(slab_columns) / width;
+  const std::int64_t slab = key_dim * slab_columns;
+  Floats of_key[VECTORS] = {}, of_query[VECTORS] = {};
+  for (std::int64_t i = 0; i < key_dim; ++i) {
+    const auto place = [&](int v) { return state + v / in_slab * slab + i * slab_columns + v % in_slab * width; };
+    // All are loaded before any is stored: slabs lie multiples of 4 KiB apart, where loads wait for stores.
+    Floats s[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = load_floats(place(v));
+    if constexpr (UPDATE) {
+      UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = decay * s[v] + key[i] * change[v];
+      UNROLL for (int v = 0; v < VECTORS; ++v) store(place(v), s[v]);
+    }
+    if constexpr (READ) {
+      UNROLL for (int v = 0; v < VECTORS; ++v) {
+        of_key[v] += s[v] * read_key[i];
+        of_query[v] += s[v] * read_query[i];
+      }
+    }
+  }
+  UNROLL for (int v = 0; v < VECTORS; ++v) {
+    with_key[v] = of_key[v];
+    with_query[v] = of_query[v];
+  }
+}
+
+// Columns [column, column + VECTORS * width) of all tokens: their part of the state stays in the caches. The pass that
+// updates it for a token reads it for the next one.
 template <int VECTORS>
 TARGET static void delta_columns(const DeltaRule& work, std::int64_t column) {
-  constexpr int in_slab = int(slab_columns) / width;
-  const std::int64_t slab = work.key_dim * slab_columns;
   float* state = work.state + column * work.key_dim;
-  const auto place = [&](std::int64_t key, int v) {
-    return state + v / in_slab * slab + key * slab_columns + v % in_slab * width;
-  };
+  Floats with_key[VECTORS], with_query[VECTORS], change[VECTORS];
+  if (work.tokens > 0) {
+    pass_over<VECTORS, false, true>(state, work.key_dim, 0, nullptr, nullptr, work.keys, work.queries, with_key,
+                                    with_query);
+  }
   for (std::int64_t token = 0; token < work.tokens; ++token) {
     const float* key = work.keys + token * work.stride;
     const float* query = work.queries + token * work.stride;
-    Floats with_key[VECTORS] = {}, with_query[VECTORS] = {};
-    for (std::int64_t i = 0; i < work.key_dim; ++i) {
-      UNROLL for (int v = 0; v < VECTORS; ++v) {
-        const Floats s = load_floats(place(i, v));
-        with_key[v] += s * key[i];
-        with_query[v] += s * query[i];
-      }
-    }
     const float decay = work.decays[token * work.gate_stride], step = work.steps[token * work.gate_stride];
     const float both = dot(key, query, work.key_dim);
-    Floats change[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; ++v) {
       const Floats value = load_floats(work.values + token * work.stride + column + v * width);
       change[v] = step * (value - decay * with_key[v]);
       store(work.out + token * work.out_stride + column + v * width,
             decay * with_query[v] + both * change[v]);
     }
-    for (std::int64_t i = 0; i < work.key_dim; ++i) {
-      // All are loaded before any is stored: slabs lie multiples of 4 KiB apart, where loads wait for stores.
-      Floats s[VECTORS];
-      UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = load_floats(place(i, v));
-      UNROLL for (int v = 0; v < VECTORS; ++v) store(place(i, v), decay * s[v] + key[i] * change[v]);
-    }
+    const auto pass = token + 1 < work.tokens ? pass_over<VECTORS, true, true> : pass_over<VECTORS, true, false>;
+    pass(state, work.key_dim, decay, key, change, key + work.stride, query + work.stride, with_key, with_query);
   }
 }
 
