@@ -54,10 +54,16 @@ def peers_bitnet() -> str:
     return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark")
 
 
-def peers_groups() -> str:
-    return peers(
-        "qwen3-8b", " --model qwen3-8b --scale-group 128 --type q2_0 --prompt 32 --steps 4"
-    )
+def bonsai() -> str:
+    columns = [("model", "{model}"), ("engine", "{engine}"), ("weight format", "{type}")]
+    columns += [("prefill", "{prefill:.1f}"), ("decode", "{decode:.1f}"), ("bandwidth", "{share}")]
+    rows: dict[tuple, Row] = {}
+    for row in (each for each in read("bonsai") if "phase" in each):
+        key = row["model"], row.get("engine", OURS)  # `sparse-bitnet bench` has run ours alone
+        own = rows.setdefault(key, {"engine": OURS, "type": row.get("weight_format"), **row})
+        own[row["phase"]] = row["tokens_per_second"]
+        own["share"] = f"{row['memory_share']:.0%}" if row.get("memory_share") else "-"
+    return filled(columns, [*rows.values()], "python benchmarks/peers.py --model M --type tq2_0")
 
 
 def patterns_decode() -> str:

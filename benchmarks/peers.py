@@ -3,12 +3,11 @@
 
     pip install ".[llama-cpp,export]"               # builds llama.cpp
     python benchmarks/peers.py                      # ten minutes on two cores, keep them otherwise idle
-    python benchmarks/peers.py --quick              # all threads, TQ2_0 only: a minute
+    python benchmarks/peers.py --model bonsai-2b --type tq2_0 --isa "" --threads 2 --rounds 3
     python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
     python benchmarks/peers.py --type --isa avx2 --llama-bench PATH --gguf FILE --built-for avx2
     pip install --no-deps litespark-inference       # its dependencies are already installed
     python benchmarks/peers.py --model bitnet-2b4t --type --litespark
-    python benchmarks/peers.py --model qwen3-8b --scale-group 128 --type q2_0
 
 llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
 library of llama-cpp-python. For other engines built on llama.cpp, give their llama-bench with a file of
@@ -183,13 +182,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--models", type=Path, help="keeps the models; by default a temporary folder"
     )
     parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
-    parser.add_argument("--quick", action="store_true", help="all threads, TQ2_0; nothing saved")
     options = parser.parse_args(arguments)
     if len(options.gguf) != len(options.llama_bench):
         parser.error("give one --gguf FILE for each --llama-bench PATH")
-    if options.quick:
-        options.threads, options.type = [max(options.threads)], options.type[:1]
-        options.rounds = min(options.rounds, 3)
     if options.litespark and importlib.util.find_spec("litespark_inference") is None:
         parser.error("it is absent: pip install --no-deps litespark-inference, or no --litespark")
     if options.type and importlib.util.find_spec("llama_cpp") is None:
@@ -199,10 +194,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BYTES) -> None:
     pattern = NMPattern.parse(options.pattern)
-    shared = {"cache": options.models, "scale_group": options.scale_group}
-    folder = exported = cached_random_model(options.model, pattern, **shared)
+    stored = {"cache": options.models, "scale_group": options.scale_group}
+    folder = exported = cached_random_model(options.model, pattern, **stored)
     if options.model in ROTATIONS:  # which other engines do not know
-        exported = cached_random_model(options.model, pattern, **shared, rotated=False)
+        exported = cached_random_model(options.model, pattern, **stored, rotated=False)
     before = processor_seconds()
     with ExitStack() as stack, Progress(console) as progress:
         engines = engines_of(folder, exported, options, stack)
@@ -226,13 +221,12 @@ def run(options: argparse.Namespace, console: Console, read_bytes: int = READ_BY
         )
     if others is not None:
         console.print(f"other processes used {others:.0%} of the processors")
-    if options.out or not options.quick:
-        shared = {"model": options.model, "pattern": str(pattern)}
-        shared |= {"scale_group": options.scale_group} if options.scale_group else {}
-        records = [{**shared, **asdict(row)} for row in rows]
-        records += [{**shared, "roofline": roofline} for roofline in rooflines]
-        out = record("peers", records, options.out, others_share=others)
-        console.print(f"written to {out}")
+    shared = {"model": options.model, "pattern": str(pattern)}
+    shared |= {"scale_group": options.scale_group} if options.scale_group else {}
+    records = [{**shared, **asdict(row)} for row in rows]
+    records += [{**shared, "roofline": roofline} for roofline in rooflines]
+    out = record("peers", records, options.out, others_share=others)
+    console.print(f"written to {out}")
 
 
 def main() -> None:
