@@ -86,7 +86,8 @@ def sample(model: Any, tokenizer: Any, text: list[int]) -> str:
             said.append(int(output.logits[0, -1].argmax()))
             cached = {name: output[name] for name in ("past_key_values",) if name in output}
             ids = said[-1:] if cached else [*text, *said]  # with another cache, all again
-    return " ".join(f"{shown} ... {tokenizer.decode(said)}".split())
+    answer = " ".join(tokenizer.decode(said).split())
+    return f"{' '.join(shown.split())} ... {answer or '(white space)'}"
 
 
 class JsonLines:
