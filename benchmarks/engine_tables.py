@@ -35,19 +35,34 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
     return markdown(head, lines, speeds[0], f"python benchmarks/peers.py{options}")
 
 
+_BITS = {"i2": 2, "b3": 1.6, "lookup": 1.67, "TQ2_0": 2.06, "IQ2_BN": 2}
+_WEIGHTS, _HEAD = 1_310_195_712, 151_936 * 1536
+"""Weights of qwen2.5-1.5b's blocks, and of its head, which has 8 bits a weight in every engine."""
+
+
 def peers_best() -> str:
-    """Return one row per engine, with the machine's best instruction set and its best number of
-    threads."""
+    """Return each engine and instruction set at its best, with its share of the machine's limit."""
     rows = read("peers", model="qwen2.5-1.5b")
-    native = next(row["isa"] for row in rows if row.get("engine", OURS) != OURS)
-    best: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row.get("isa") == native:
-            own = best.setdefault(row["engine"], {"prefill": 0, "decode": 0})
-            own[row["phase"]] = max(row["tokens_per_second"], own[row["phase"]])
-    lines = [[name, f"{own['prefill']:.1f}", f"{own['decode']:.1f}"] for name, own in best.items()]
-    head = ["engine", "prefill of 512, tokens/s", "decode, tokens/s"]
-    return markdown(head, lines, rows[0], "python benchmarks/peers.py")
+    limits = {(r["isa"], r["threads"]): r for r in (row.get("roofline") for row in rows) if r}
+    speeds = sorted((r for r in rows if "phase" in r), key=lambda r: r["tokens_per_second"])
+    best = {(row["engine"], row["isa"], row["phase"]): row for row in speeds}
+    lines = []
+    for engine, isa in sorted({key[:2] for key in best}, key=lambda key: (key[0] != OURS, key)):
+        row, limit = (
+            best[engine, isa, "decode"],
+            limits[isa, best[engine, isa, "decode"]["threads"]],
+        )
+        bits = next(bits for name, bits in _BITS.items() if name in row["type"])
+        prefill, decode = (
+            best[engine, isa, "prefill"]["tokens_per_second"],
+            row["tokens_per_second"],
+        )
+        of_int8 = 2 * _WEIGHTS * prefill / limit["int8_ops_per_second"]
+        of_memory = (_WEIGHTS * bits / 8 + _HEAD) * decode / limit["read_bytes_per_second"]
+        speed = f"{prefill:.0f} ({of_int8:.0%})", f"{decode:.0f} ({of_memory:.0%})"
+        lines.append([f"{engine} ({isa})", f"{bits:g}", *speed])
+    head = ["engine", "bits a weight", "prefill of 512, tokens/s", "decode, tokens/s"]
+    return markdown(head, lines, speeds[0], "python benchmarks/peers.py")
 
 
 def peers_bitnet() -> str:
@@ -72,15 +87,9 @@ def patterns_decode() -> str:
     lines = []
     for key, own in table.items():
         most = own[max(own)]
-        lines.append(
-            [
-                *key,
-                f"{most['step_bytes'] / 1e6:.0f}",
-                *(f"{own[count]['tokens_per_second']:.1f}" for count in threads),
-                f"{most['memory_share']:.0%}",
-                f"{most['resident_bytes'] / 1e6:.0f}",
-            ]
-        )
+        speeds = (f"{own[count]['tokens_per_second']:.1f}" for count in threads)
+        share, resident = f"{most['memory_share']:.0%}", f"{most['resident_bytes'] / 1e6:.0f}"
+        lines.append([*key, f"{most['step_bytes'] / 1e6:.0f}", *speeds, share, resident])
     return markdown([*head, "% of bandwidth", "resident, MB"], lines, rows[0], _OF_PATTERNS)
 
 
@@ -197,17 +206,12 @@ def closeness() -> str:
         ),
     )
     [row] = read("precision", what="closeness")
-    lines = [
-        [
-            name,
-            f"{row['tokens']:,}",
-            f"{row[error + '_median']:.1e}",
-            f"{row[error + '_largest']:.1e}",
-            f"{row[above]:,}",
-            f"{row[perplexity]:.4f}",
-        ]
-        for name, error, above, perplexity in kinds
-    ]
+    lines = []
+    for name, error, above, perplexity in kinds:
+        errors = (f"{row[f'{error}_{which}']:.1e}" for which in ("median", "largest"))
+        lines.append(
+            [name, f"{row['tokens']:,}", *errors, f"{row[above]:,}", f"{row[perplexity]:.4f}"]
+        )
     note = f"{row['model']}; greedy texts of 200 tokens that are identical: "
     note += f"{row['greedy_identical']} of {row['greedy_prompts']}; "
     return markdown(head, lines, row, "python benchmarks/precision.py PACKED TEXT", note)

@@ -40,6 +40,13 @@ def real_model() -> str:
     return markdown(head, lines, rows[0], command, note)
 
 
+def student() -> str:
+    columns = [("model", "{model}"), ("MB", "{megabytes:.0f}"), ("perplexity", "{perplexity:.1f}")]
+    columns += [("HellaSwag", "{hellaswag:.1f}"), ("PIQA", "{piqa:.1f}")]
+    columns += [("prefill of 512, tokens/s", "{prefill:.0f}"), ("decode, tokens/s", "{decode:.0f}")]
+    return filled(columns, read("student"), "sparse-bitnet evaluate")
+
+
 def training() -> str:
     columns = [
         ("model", "{model}"),
