@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dot, convolve and delta_rule of isa.h. Nothing is fused here, see delta_net.h.
+// dot, convolve and delta_rule of isa.h. Only passes over the state are fused, see delta_net.h.
 
 // Partial sums of `dot`, the same everywhere.
 constexpr int dot_lanes = 64;
@@ -53,13 +53,13 @@ TARGET static void pass_over(float* state, std::int64_t key_dim, float decay, co
     Floats s[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = load_floats(place(v));
     if constexpr (UPDATE) {
-      UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = decay * s[v] + key[i] * change[v];
+      UNROLL for (int v = 0; v < VECTORS; ++v) s[v] = FUSED(splat(key[i]), change[v], decay * s[v]);
       UNROLL for (int v = 0; v < VECTORS; ++v) store(place(v), s[v]);
     }
     if constexpr (READ) {
       UNROLL for (int v = 0; v < VECTORS; ++v) {
-        of_key[v] += s[v] * read_key[i];
-        of_query[v] += s[v] * read_query[i];
+        of_key[v] = FUSED(s[v], splat(read_key[i]), of_key[v]);
+        of_query[v] = FUSED(s[v], splat(read_query[i]), of_query[v]);
       }
     }
   }

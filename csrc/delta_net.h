@@ -7,7 +7,7 @@
 // with k and q of length 1, q divided by sqrt(key_dim) besides. This is the recurrence S = decay S,
 // d = step (v - S^T k), S = S + k d^T, out = S^T q, reading S once before it is updated.
 // Tokens follow one another, so that a result does not depend on how a prompt was split; products and sums
-// are rounded one by one and in one order, so that it does not depend on the instruction set.
+// are in one order, and fused in the same places, so that it does not depend on the instruction set.
 
 #pragma once
 

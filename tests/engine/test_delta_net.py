@@ -34,6 +34,11 @@ def dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     return sums[0]
 
 
+def fused(a: Any, b: Any, c: Any) -> np.ndarray:
+    """Return a * b + c, rounded once: float64 holds the product, and nearly every sum well enough."""
+    return (np.float64(a) * b + c).astype(np.float32)
+
+
 def delta_rule(q: Any, k: Any, v: Any, decays: Any, steps: Any, state: Any) -> np.ndarray:
     """Return the outputs float32 [tokens, columns]; `state` [keys, columns] changes in place."""
     out = np.empty_like(v)
@@ -41,11 +46,11 @@ def delta_rule(q: Any, k: Any, v: Any, decays: Any, steps: Any, state: Any) -> n
         with_key = np.zeros_like(v[t])
         with_query = np.zeros_like(v[t])
         for i, row in enumerate(state):
-            with_key += row * k[t, i]
-            with_query += row * q[t, i]
+            with_key = fused(row, k[t, i], with_key)
+            with_query = fused(row, q[t, i], with_query)
         change = steps[t] * (v[t] - decays[t] * with_key)
         out[t] = decays[t] * with_query + dot(k[t], q[t]) * change
-        state[:] = decays[t] * state + k[t][:, None] * change
+        state[:] = fused(k[t][:, None], change, decays[t] * state)
     return out
 
 
