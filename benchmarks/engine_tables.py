@@ -218,14 +218,9 @@ def closeness() -> str:
 
 
 def costs() -> str:
-    columns = [
-        ("model", "{model}"),
-        ("head", "{head}"),
-        ("KV cache", "{kv_cache}"),
-        ("perplexity", "{perplexity:.4f}"),
-        ("change, %", "{percent:+.3f}"),
-        ("head, MB", "{megabytes:.2f}"),
-    ]
+    columns = [("model", "{model}"), ("head", "{head}"), ("KV cache", "{kv_cache}")]
+    columns += [("perplexity", "{perplexity:.4f}"), ("change, %", "{percent:+.3f}")]
+    columns += [("head, MB", "{megabytes:.2f}")]
     rows = [row | {"megabytes": row["head_bytes"] / 1e6} for row in read("precision", what="cost")]
     return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
 
