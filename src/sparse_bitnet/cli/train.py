@@ -227,7 +227,7 @@ def print_comparison(perplexity: float, config: TrainConfig) -> None:
     for name, value in perplexities.items():
         if value is not None:
             print(f"{name:<26}{value:>14,.2f}")
-    print(
-        f"next:\n  sparse-bitnet pack {config.out} PACKED\n  sparse-bitnet generate PACKED --prompt "
-        f"TEXT\n  sparse-bitnet export {config.out} EXPORTED --to gguf-tq2_0"
-    )
+    gguf = "q2_0" if "per-group" in config.format else "tq2_0"  # without scales of small groups
+    print(f"next:\n  sparse-bitnet pack {config.out} PACKED")
+    print("  sparse-bitnet generate PACKED --prompt TEXT")
+    print(f"  sparse-bitnet export {config.out} EXPORTED --to gguf-{gguf}")

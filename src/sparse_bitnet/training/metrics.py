@@ -86,8 +86,8 @@ def sample(model: Any, tokenizer: Any, text: list[int]) -> str:
             said.append(int(output.logits[0, -1].argmax()))
             cached = {name: output[name] for name in ("past_key_values",) if name in output}
             ids = said[-1:] if cached else [*text, *said]  # with another cache, all again
-    answer = " ".join(tokenizer.decode(said).split())
-    return f"{' '.join(shown.split())} ... {answer or '(white space)'}"
+    shown, answer = (" ".join(words.split()) for words in (shown, tokenizer.decode(said)))
+    return f"{shown} ... {answer or '(white space)'}"
 
 
 class JsonLines:
