@@ -138,18 +138,20 @@ def run(
     """
     report("preparing the model", 0.0)
     before, models = processor_seconds(), _models(options)
-    sizes = (read_architecture(read_json(f / "config.json"), str(f)) for f in models.values())
+    sizes = [read_architecture(read_json(f / "config.json"), str(f)) for f in models.values()]
     most = min(size.positions for size in sizes)
     prefills = sorted({min(tokens, most) for tokens in options.prefill})
     contexts = sorted({max(0, min(tokens, most - options.steps)) for tokens in options.contexts})
     # Small batches first: memory is reported as it is after each.
     measured, batches = [("prefill", tokens, 1) for tokens in prefills], sorted({*options.batches})
     measured += [("decode", context, batch) for batch in batches for context in contexts]
+    # Recurrent states may take as much memory as the cache; one is below 4,096 tokens of it.
+    states = (max(batches, default=1) + len(contexts) + 2) * any(size.delta_net for size in sizes)
     shared = {
         "head": options.head,
         "kv_cache": options.kv_cache,
         "context_length": max(*prefills, *(tokens + options.steps for tokens in contexts)),
-        "cache_tokens": cache_tokens(prefills, contexts, batches, options.steps),
+        "cache_tokens": cache_tokens(prefills, contexts, batches, options.steps) + 4096 * states,
     }
     groups: list[list[_Job]] = [[] for _ in measured]
     with ExitStack() as stack:

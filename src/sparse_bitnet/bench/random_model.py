@@ -135,20 +135,16 @@ class _RandomCodes:
         """Yield uint8 [some rows, row_bytes] until all rows are there."""
         pack, pattern, table = ROWS[packed_format][0], self._pattern, self._table
         # Codes without a pattern may change places, so any words of packed codes make a row.
-        any_fits = (
-            packed_format == "i2" and pattern.is_dense and in_features % I2_BLOCK_WEIGHTS == 0
-        )
-        if any_fits:
+        free = packed_format == "i2" and pattern.is_dense and in_features % I2_BLOCK_WEIGHTS == 0
+        if free:
             table = pack(table.reshape(-1, I2_BLOCK_WEIGHTS), pattern).reshape(-1, 8)
-        words, weights = (
-            table.view(f"V{table.shape[1]}")[:, 0],
-            table.shape[1] * (4 if any_fits else 1),
-        )
+        words = table.view(f"V{table.shape[1]}")[:, 0]
+        weights = table.shape[1] * (4 if free else 1)
         step = max(1, _PIECE_WEIGHTS // in_features)
         for first in range(0, rows, step):
             size = min(step, rows - first), -(-in_features // weights)
             drawn = words.take(self._rng.integers(0, len(words), size, np.uint16)).view(table.dtype)
-            yield drawn if any_fits else pack(np.ascontiguousarray(drawn[:, :in_features]), pattern)
+            yield drawn if free else pack(np.ascontiguousarray(drawn[:, :in_features]), pattern)
 
 
 def cached_random_model(
