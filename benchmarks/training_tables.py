@@ -44,7 +44,7 @@ def student() -> str:
     columns = [("model", "{model}"), ("MB", "{megabytes:.0f}"), ("perplexity", "{perplexity:.1f}")]
     columns += [("HellaSwag", "{hellaswag:.1f}"), ("PIQA", "{piqa:.1f}")]
     columns += [("prefill of 512, tokens/s", "{prefill:.0f}"), ("decode, tokens/s", "{decode:.0f}")]
-    return filled(columns, read("student"), "sparse-bitnet evaluate")
+    return filled(columns, read("student"), "sparse-bitnet evaluate PACKED TEACHER --data DATA")
 
 
 def training() -> str:

@@ -259,7 +259,7 @@ def change_entry(folder: Path, change) -> None:
         ),
         (
             lambda e: e["config_groups"]["group_0"]["weights"].update(strategy="group"),
-            "weights have strategy 'group', not channel or tensor",
+            "weights have strategy 'group' and group_size None",
         ),
     ],
 )
