@@ -48,19 +48,16 @@ def peers_best() -> str:
     best = {(row["engine"], row["isa"], row["phase"]): row for row in speeds}
     lines = []
     for engine, isa in sorted({key[:2] for key in best}, key=lambda key: (key[0] != OURS, key)):
-        row, limit = (
-            best[engine, isa, "decode"],
-            limits[isa, best[engine, isa, "decode"]["threads"]],
-        )
-        bits = next(bits for name, bits in _BITS.items() if name in row["type"])
-        prefill, decode = (
-            best[engine, isa, "prefill"]["tokens_per_second"],
-            row["tokens_per_second"],
-        )
-        of_int8 = 2 * _WEIGHTS * prefill / limit["int8_ops_per_second"]
-        of_memory = (_WEIGHTS * bits / 8 + _HEAD) * decode / limit["read_bytes_per_second"]
-        speed = f"{prefill:.0f} ({of_int8:.0%})", f"{decode:.0f} ({of_memory:.0%})"
-        lines.append([f"{engine} ({isa})", f"{bits:g}", *speed])
+        prefill, decode = (best[engine, isa, phase] for phase in ("prefill", "decode"))
+        limit = limits[isa, decode["threads"]]
+        bits = next(bits for name, bits in _BITS.items() if name in decode["type"])
+        line = [f"{engine} ({isa})", f"{bits:g}"]
+        # Tokens/s that the machine allows: two operations a weight, or all weights read once.
+        of_int8 = limit["int8_ops_per_second"] / (2 * _WEIGHTS)
+        of_memory = limit["read_bytes_per_second"] / (_WEIGHTS * bits / 8 + _HEAD)
+        for row, most in ((prefill, of_int8), (decode, of_memory)):
+            line.append(f"{row['tokens_per_second']:.0f} ({row['tokens_per_second'] / most:.0%})")
+        lines.append(line)
     head = ["engine", "bits a weight", "prefill of 512, tokens/s", "decode, tokens/s"]
     return markdown(head, lines, speeds[0], "python benchmarks/peers.py")
 
