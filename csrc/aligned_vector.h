@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A std::vector that starts on a cache line, so that no vector load spans two.
+// A std::vector that starts on a cache line, so that no vector load spans two, or from the size of a huge page on in
+// such pages.
 
 #pragma once
 
@@ -7,12 +8,13 @@
 #include <new>
 #include <vector>
 
+#include "platform.h"
+
 namespace sparse_bitnet {
 
 template <class T>
 struct CacheLineAllocator {
   using value_type = T;
-  static constexpr std::align_val_t alignment{64};
 
   CacheLineAllocator() = default;
   template <class U>
@@ -20,12 +22,18 @@ struct CacheLineAllocator {
 
   T* allocate(std::size_t count) {
     if (count > std::size_t(-1) / sizeof(T)) throw std::bad_array_new_length();
-    return static_cast<T*>(::operator new(count * sizeof(T), alignment));
+    void* memory = ::operator new(count * sizeof(T), alignment(count));
+    if (is_huge(count)) ask_for_huge_pages(memory, count * sizeof(T));
+    return static_cast<T*>(memory);
   }
-  void deallocate(T* data, std::size_t) { ::operator delete(data, alignment); }
+  void deallocate(T* data, std::size_t count) { ::operator delete(data, alignment(count)); }
 
   bool operator==(const CacheLineAllocator&) const { return true; }
   bool operator!=(const CacheLineAllocator&) const { return false; }
+
+ private:
+  static bool is_huge(std::size_t count) { return count * sizeof(T) >= std::size_t(huge_page_bytes); }
+  static std::align_val_t alignment(std::size_t count) { return std::align_val_t(is_huge(count) ? huge_page_bytes : 64); }
 };
 
 template <class T>

@@ -77,6 +77,12 @@ std::int64_t read_at(int descriptor, std::int64_t offset, std::int64_t size, std
 
 }  // namespace
 
+void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t size) {
+#if defined(MADV_HUGEPAGE)
+  static_cast<void>(madvise(memory, size, MADV_HUGEPAGE));
+#endif
+}
+
 HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
   // One huge page more, so that an aligned start is in it; a whole number of them, so that the last
   // bytes are in a huge page too.
@@ -90,10 +96,7 @@ HugeBuffer::HugeBuffer(std::int64_t size) : size_(size) {
   const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(mapped_);
   data_ = reinterpret_cast<std::uint8_t*>((start + huge_page_bytes - 1) / huge_page_bytes *
                                           huge_page_bytes);
-#if defined(MADV_HUGEPAGE)
-  // Without them all works, only slower.
-  static_cast<void>(madvise(data_, std::size_t(whole), MADV_HUGEPAGE));
-#endif
+  ask_for_huge_pages(data_, std::size_t(whole));
 }
 
 HugeBuffer::~HugeBuffer() { give_pages(mapped_, std::size_t(mapped_size_)); }

@@ -4,11 +4,15 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace sparse_bitnet {
 
 constexpr std::int64_t huge_page_bytes = std::int64_t(1) << 21;
+
+// For memory aligned to huge_page_bytes: where the system has no such pages all works, only slower.
+void ask_for_huge_pages(void* memory, std::size_t size);
 
 // Zeroed memory for weights and caches, in huge pages where the system has them: streaming from pages of
 // 4 KiB costs visibly more, under virtualisation most of all.
