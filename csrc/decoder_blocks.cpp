@@ -90,10 +90,9 @@ void Decoder::State::gate_attended(std::int64_t tokens) {
   const std::int64_t n = model.head_dim;
   each_token(tokens, q_width, [&](std::int64_t token, int) {
     for (std::int64_t head = 0; head < model.heads; ++head) {
-      float* gate = q() + token * q_rows() + (2 * head + 1) * n;
+      const float* gate = q() + token * q_rows() + (2 * head + 1) * n;
       float* out = attended(tokens) + token * q_width + head * n;
-      kernels.vector.gated(Activation::sigmoid, gate, out, n);
-      std::copy_n(gate, n, out);
+      kernels.vector.gated(Activation::sigmoid, gate, out, n, out, false);
     }
   });
 }

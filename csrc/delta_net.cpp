@@ -120,7 +120,8 @@ void Decoder::State::norm_delta_net(const Block& block, std::int64_t tokens) {
       float* x = out + head * sizes.value_dim;
       kernels.vector.add_and_norm(x, nullptr, block.delta_norm, model.norm_epsilon, sizes.value_dim, x);
     }
-    kernels.vector.gated(Activation::silu, output_gate(tokens) + token * sizes.values(), out, sizes.values());
+    float* gate = output_gate(tokens) + token * sizes.values();
+    kernels.vector.gated(Activation::silu, gate, out, sizes.values(), gate, false);
   });
 }
 

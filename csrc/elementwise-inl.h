@@ -54,16 +54,18 @@ INLINE Floats gated_vector(Activation activation, const Floats& gate, const Floa
   return positive * positive * up;
 }
 
-TARGET static void gated(Activation activation, float* gate, const float* up, std::int64_t n) {
+TARGET static void gated(Activation activation, const float* gate, const float* up, std::int64_t n, float* out,
+                         bool streams) {
   std::int64_t i = 0;
   for (; i + width <= n; i += width) {
-    store(gate + i, gated_vector(activation, load_floats(gate + i), load_floats(up + i)));
+    const Floats v = gated_vector(activation, load_floats(gate + i), load_floats(up + i));
+    streams ? stream(out + i, v) : store(out + i, v);
   }
   if (i < n) {
     float rest[2][width] = {};
     for (std::int64_t k = i; k < n; ++k) rest[0][k - i] = gate[k], rest[1][k - i] = up[k];
     store(rest[0], gated_vector(activation, load_floats(rest[0]), load_floats(rest[1])));
-    for (std::int64_t k = i; k < n; ++k) gate[k] = rest[0][k - i];
+    for (std::int64_t k = i; k < n; ++k) out[k] = rest[0][k - i];
   }
 }
 

@@ -58,8 +58,8 @@ struct VectorKernels {
   void (*add_and_norm)(float* residual, const float* delta, const float* weight, float epsilon,
                        std::int64_t n, float* out);
 
-  // gate [n] = activation(gate) * up.
-  void (*gated)(Activation activation, float* gate, const float* up, std::int64_t n);
+  // out [n] = activation(gate) * up; `out` may be either. `streams`: past the caches.
+  void (*gated)(Activation activation, const float* gate, const float* up, std::int64_t n, float* out, bool streams);
 
   // x [2 half] = (x * cosine + rotate_half(x) * sine) * scale, cosine and sine [half].
   void (*rotate)(float* x, const float* cosine, const float* sine, std::int64_t half, float scale);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -17,8 +16,8 @@ namespace {
 constexpr std::int64_t work_per_thread = 1 << 16;
 
 MatmulScratch& thread_scratch() {
-  thread_local const std::unique_ptr<MatmulScratch> scratch(new MatmulScratch);
-  return *scratch;
+  thread_local AlignedVector<MatmulScratch> scratch(1);
+  return scratch.front();
 }
 
 // Tokens [begin, end) of activations.
@@ -59,11 +58,10 @@ const std::int32_t* group_sums(const Kernels& kernels, ThreadPool& pool, const A
 
 constexpr std::int64_t tile_tokens = 16, tile_columns = 64;
 
-// The activations with their tiles (matmul.h), where these kernels want them.
-Activations arranged(const Kernels& kernels, ThreadPool& pool, const Activations& x) {
+// The activations with their tiles (matmul.h).
+Activations arranged(ThreadPool& pool, const Activations& x) {
   thread_local AlignedVector<std::int8_t> memory[2];
   Activations result = x;
-  if (kernels.matmul.tiles_from == 0 || x.tokens < kernels.matmul.tiles_from) return result;
   const std::int8_t* const from[] = {x.codes, x.fine};
   for (int part = 0; part < (x.fine ? 2 : 1); ++part) {
     const std::int64_t groups = packed::divide_up(x.tokens, tile_tokens);
@@ -112,7 +110,7 @@ const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
 }
 
 // Rows of a piece: few enough that the threads finish together, and whole cache lines of y.
-std::int64_t rows_a_piece(std::int64_t rows, std::int64_t pieces, std::int64_t most = max_rows_without_unit) {
+std::int64_t rows_a_piece(std::int64_t rows, std::int64_t pieces, std::int64_t most) {
   return std::clamp<std::int64_t>(rows / pieces / 16 * 16, 16, most);
 }
 
@@ -247,7 +245,9 @@ void quantize(const Kernels& kernels, ThreadPool& pool, const float* x,
 
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
-  Activations x = arranged(kernels, pool, given);
+  bool on_unit = kernels.matmul.tiles_from > 0 && given.tokens >= kernels.matmul.tiles_from;
+  for (int i = 0; i < count; ++i) on_unit = on_unit && is_for_unit(*products[i].matrix);
+  Activations x = on_unit ? arranged(pool, given) : given;
   for (int i = 0; i < count && !x.quads && !x.tiles; ++i) {
     const Matrix& matrix = *products[i].matrix;
     const bool wanted = matrix.format == WeightFormat::lookup && lookup::shape_of(matrix.pattern).neighbours();
@@ -258,28 +258,35 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t work = rows * x.columns * x.tokens;
   const int threads =
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
-  // Two products that meet in a piece share its part of the cache.
-  const std::int64_t most = count > 0 && products[count - 1].gated_by ? max_rows_a_call / 2 : max_rows_a_call;
-  const std::int64_t size = x.tiles ? rows_a_piece(rows, 4 * threads, most) : rows_a_piece(rows, 8 * threads);
+  const bool is_gated = count > 0 && products[count - 1].gated_by;
+  const bool is_long = x.tiles && !is_gated && x.stride * max_tokens_a_call > max_unit_activations;
+  const std::int64_t pieces_a_thread = x.tiles ? is_long ? 2 : 4 : 8;
+  const std::int64_t most = is_long ? max_unit_rows : x.tiles ? max_rows_a_call : max_rows_without_unit;
+  const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most);
+  const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = group_sums(kernels, pool, x, group);
-  // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
-  // one before, so that y is in a cache.
+  // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gating product to the
+  // one before.
   const auto pieces_of = [&](const Product& product) {
     return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, size);
   };
-  const auto multiply = [&](const Product& product, std::int64_t begin, std::int64_t end) {
+  const auto multiply = [&](const Product* product, std::int64_t begin, std::int64_t end) {
     MatmulScratch& scratch = thread_scratch();
-    for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
-      const Activations tokens = token_range(x, t, std::min(t + max_tokens_a_call, x.tokens));
-      Product part = product;
-      part.y += t * part.y_stride;
-      if (product.gated_by) part.y = scratch.gated - begin, part.y_stride = max_rows_a_call;
-      kernels.matmul.multiply(tokens, sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
-      for (std::int64_t i = 0; i < tokens.tokens && product.gated_by; ++i) {
-        kernels.vector.gated(*product.gated_by, product.y + (t + i) * product.y_stride + begin,
-                             scratch.gated + i * max_rows_a_call, end - begin);
+    for (std::int64_t t = 0; t < x.tokens; t += tokens_a_call) {
+      const Activations tokens = token_range(x, t, std::min(t + tokens_a_call, x.tokens));
+      float* y = product->y + t * product->y_stride + begin;
+      const bool streams = x.tiles && x.tokens * product->y_stride > least_streamed;
+      for (int i = 0; i < (is_gated ? 2 : 1); ++i) {
+        Product part = product[i];
+        part.y = is_gated ? scratch.gated[0][i] - begin : y - begin;
+        if (is_gated) part.y_stride = 2 * max_rows_a_call;
+        part.streams = streams && !is_gated;
+        kernels.matmul.multiply(tokens, sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
+      }
+      for (std::int64_t i = 0; i < tokens.tokens && is_gated; ++i, y += product->y_stride) {
+        kernels.vector.gated(*product[1].gated_by, scratch.gated[i][0], scratch.gated[i][1], end - begin, y, streams);
       }
     }
   };
@@ -291,8 +298,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
       const Product* product = products;
       while (index >= pieces_of(*product)) index -= pieces_of(*product++);
       const std::int64_t begin = index * size, end = std::min(begin + size, product->matrix->rows);
-      multiply(*product, begin, end);
-      if (++product < products + count && product->gated_by) multiply(*product, begin, end);
+      multiply(product, begin, end);
     }
   };
   pool.parallel_for_ranges(pieces, threads > 1 ? 1 : pieces, body);
@@ -301,7 +307,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
 void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x,
                   std::int64_t tokens, std::int64_t x_stride, const Table& table, float* y,
                   std::int64_t y_stride) {
-  const std::int64_t size = rows_a_piece(table.rows, 8 * pool.threads());
+  const std::int64_t size = rows_a_piece(table.rows, 8 * pool.threads(), max_rows_without_unit);
   pool.parallel_for_ranges(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
     kernels.vector.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
   });

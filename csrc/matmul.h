@@ -111,6 +111,7 @@ struct Product {
   std::int64_t y_stride;
   // Of the last of a group, whose y is that of the product before: y = activation(y) times this product.
   const Activation* gated_by = nullptr;
+  bool streams = false;  // set by `matmul`: y, larger than a cache, is written past it
 };
 
 // y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (activation_scale[t] * scale) + bias[r], each

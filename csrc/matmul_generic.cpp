@@ -96,7 +96,7 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
   const bool int4 = matrix.format == WeightFormat::int4;
   const bool fine = x.fine && matrix.format == WeightFormat::int8;
   const std::int64_t group = matrix.summed_group(), groups = group ? packed::divide_up(matrix.columns, group) : 0;
-  const std::int64_t step = max_rows_a_call, block = column_block(matrix.format, group);
+  const std::int64_t step = max_rows_a_call, block = column_block(matrix.format, group, matrix.pattern);
   __builtin_memset(scratch.dots, 0, x.tokens * step * (fine ? 2 : 1) * sizeof(std::int32_t));
   for (std::int64_t r = begin; r < end; ++r) {
     for (std::int64_t c = 0; c < matrix.columns; c += block) {

@@ -173,7 +173,7 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
       }
     }
   }
-  const std::int64_t block = column_block(matrix.format, GROUP);
+  const std::int64_t block = column_block(matrix.format, GROUP, matrix.pattern);
   for (std::int64_t c = done; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t bytes_from = Matrix::bytes_per_row(matrix.format, matrix.pattern, c) / 64 * 64;

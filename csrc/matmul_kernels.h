@@ -11,21 +11,27 @@
 
 namespace sparse_bitnet {
 
-// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most: a matrix unit, which
-// the activations of so many tokens reach from beyond the L2 cache, takes more.
+// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most.
 constexpr std::int64_t max_tokens_a_call = 512;
-constexpr std::int64_t max_rows_a_call = 256, max_rows_without_unit = 64;
+constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
+// Whether a matrix unit multiplies it: a step is 64 columns.
+inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
+// With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, half as many meet four times
+// as many rows. Lines of a tile of sums lie so far apart that they do not meet in the same sets of the L1 cache.
+constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
+constexpr std::int64_t unit_row_step = max_unit_rows + 16;
+// An output of more floats than this leaves nothing else in the L2 cache: it is written past it.
+constexpr std::int64_t least_streamed = std::int64_t(1) << 21;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
 // tokens that it meets, then fit into the first cache.
 constexpr std::int64_t max_column_block = 512;
-constexpr std::int64_t column_block(WeightFormat format, std::int64_t group) {
-  if (format == WeightFormat::lookup) return 3 * lookup::quads.block_columns();
-  if (format != WeightFormat::b3) return max_column_block;
-  return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
+constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern) {
+  if (format == WeightFormat::b3) return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
+  if (format != WeightFormat::lookup || lookup::shape_of(pattern).neighbours()) return max_column_block;
+  return group ? 768 : 3 * lookup::triples.block_columns();  // multiples of three groups
 }
-static_assert(column_block(WeightFormat::lookup, 0) % lookup::triples.block_columns() == 0);
-constexpr std::int64_t largest_column_block = column_block(WeightFormat::b3, 256);
+constexpr std::int64_t largest_column_block = column_block(WeightFormat::b3, 256, {1, 1});
 constexpr std::int64_t group_rows = 8;  // whose group sums are taken together
 constexpr std::int64_t max_groups_a_block = max_column_block / 32;
 
@@ -36,11 +42,13 @@ constexpr std::int64_t max_wide_tokens = 4;
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
 // activations in 16 bits, sums, and a product that is gated.
 struct MatmulScratch {
-  alignas(64) std::uint8_t tile[max_rows_a_call * largest_column_block];
-  alignas(64) float scales[max_rows_a_call * max_groups_a_block];
+  alignas(64) std::uint8_t tile[max_unit_rows * largest_column_block];
+  alignas(64) float scales[max_unit_rows * max_groups_a_block];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
-  alignas(64) std::int32_t dots[2 * max_tokens_a_call * max_rows_a_call];
-  alignas(64) float gated[max_tokens_a_call * max_rows_a_call];
+  alignas(64) std::int32_t dots[2 * max_tokens_a_call * unit_row_step];
+  alignas(64) std::int32_t group_dots[unit_side * unit_side];
+  alignas(64) float streamed[max_unit_rows];
+  alignas(64) float gated[max_tokens_a_call][2][max_rows_a_call];
 };
 static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
 

@@ -38,7 +38,7 @@ INLINE std::int64_t bytes_before(const Matrix& matrix, std::int64_t column) {
 INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                  std::int64_t r, std::int64_t c) {
   if (r + tile_rows < end) return tile_rows * matrix.row_stride;
-  const std::int64_t next = c + column_block(matrix.format, matrix.group);
+  const std::int64_t next = c + column_block(matrix.format, matrix.group, matrix.pattern);
   if (next >= matrix.columns) return tile_rows * matrix.row_stride - bytes_before(matrix, c);
   return bytes_before(matrix, next) - bytes_before(matrix, c) - (r - begin) * matrix.row_stride;
 }
@@ -47,7 +47,7 @@ INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::
 // a cache are fetched once for all rows of the piece.
 TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                               const Activations& x, bool fine, MatmulScratch& scratch) {
-  const std::int64_t block = column_block(matrix.format, matrix.group);
+  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
   const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
@@ -70,105 +70,84 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
   }
 }
 
-// Tokens [begin, begin + count) and what belongs to them.
-INLINE Activations some_tokens(Activations x, Product& product, std::int64_t begin, std::int64_t count) {
-  product.y += begin * product.y_stride;
-  x.tokens = count;
-  x.scales += begin;
-  x.sums += begin;
-  if (x.fine) x.fine_sums += begin;
-  return x;
-}
-
-// The integer sums of a group of tokens [t, t + m) and rows [r, r + n) onto the float sums.
-TARGET static inline void unit_sums_to_floats(const GroupSums& of, std::int64_t index, const float* scales,
-                                              const std::int32_t* dots, float* sums, std::int64_t t,
-                                              std::int64_t m, std::int64_t r, std::int64_t n) {
-  for (std::int64_t token = t; token < t + m; ++token) {
-    const Sums excess = splat(of.excess(token, 0, index));
-    const std::int64_t which = token * of.in_row + index;
-    const Floats activation_scale = splat(of.activation_scales ? of.activation_scales[which] : 1.0f);
-    for (std::int64_t row = r; row < r + n; row += row_lanes) {
-      const std::int64_t at = token * max_rows_a_call + row;
-      Floats value = __builtin_convertvector(load<Sums>(dots + at) - excess, Floats);
-      value = value * load<Floats>(scales + row) * activation_scale;
-      store(sums + at, (index == 0 ? Floats{} : load<Floats>(sums + at)) + value);
+// The integer sums of group `index` of a row, of m tokens from t on and n rows, onto float sums [.., unit_row_step]:
+// dots [unit_side, unit_side], and `scales` of the rows.
+template <bool FIRST>
+INLINE void group_dots_to_floats(const GroupSums& of, std::int64_t index, const float* scales, const std::int32_t* dots,
+                                 float* sums, std::int64_t t, std::int64_t m, std::int64_t n) {
+  for (std::int64_t i = 0; i < m; ++i, dots += unit_side, sums += unit_row_step) {
+    const Sums excess = splat(of.excess(t + i, 0, index));
+    for (std::int64_t row = 0; row < n; row += row_lanes) {
+      Floats value = __builtin_convertvector(load<Sums>(dots + row) - excess, Floats) * load<Floats>(scales + row);
+      if (of.activation_scales) value = value * splat(of.activation_scales[(t + i) * of.in_row + index]);
+      store(sums + row, (FIRST ? Floats{} : load<Floats>(sums + row)) + value);
     }
   }
 }
 
-// The product of a piece on a matrix unit, for activations that are arranged in tiles (matmul.h). All rows
-// of the piece are unpacked before the tokens come, in sixteens: zeros fill the last ones. Sums become
-// floats while they are in the L1 cache; y, which is in no cache, is prefetched.
+// The sums of a piece on a matrix unit, for activations that are arranged in tiles (matmul.h): as of row_dots, or the
+// float sums of groups, [.., unit_row_step]. All rows of a column block are unpacked before the tokens come. 32 rows of
+// it then stay in the first cache and meet all tokens, 32 at a time.
 template <class Unit>
-TARGET static void unit_piece(const Activations& x, const std::int32_t* group_sums, const Product& product,
-                              std::int64_t begin, std::int64_t end, MatmulScratch& scratch) {
-  const Matrix& matrix = *product.matrix;
-  float* sums = reinterpret_cast<float*>(scratch.dots + max_tokens_a_call * max_rows_a_call);
-  const bool is_int8 = matrix.format == WeightFormat::int8, fine = x.fine && is_int8;
-  const std::int64_t block = column_block(matrix.format, matrix.group), rows = end - begin;
-  const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
+TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
+                              bool fine, const std::int32_t* group_sums, MatmulScratch& scratch) {
+  constexpr std::int64_t line = 4 * tile_rows;
+  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern), rows = end - begin, group = matrix.group;
+  const std::int64_t step = unit_row_step * (fine ? 2 : 1);
+  // The second tile of a pair: the other half of the lines, or the next tile of rows.
+  const std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
   Unit unit;
   unit.begin();
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
+    const std::int64_t steps = packed::divide_up(group ? group : count, 64);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
                   to_next_tile(matrix, begin, end, r, c), scratch.tile + (r - begin) * block);
     }
-    if (matrix.group) {
-      const GroupSums of(matrix, x, group_sums);
-      for (std::int64_t g = 0; g < count; g += of.group) {
-        const std::int64_t index = (c + g) / of.group;
-        for (std::int64_t r = 0; r < rows; r += row_lanes) {
-          store(scratch.scales + r, row_scales<Floats>(matrix, begin + r, index));
+    for (std::int64_t g = 0; group && g < count / group; ++g) {
+      for (std::int64_t r = 0; r < rows; r += row_lanes) {
+        store(scratch.scales + g * max_unit_rows + r, row_scales<Floats>(matrix, begin + r, c / group + g));
+      }
+    }
+    for (std::int64_t r = 0; r < rows; r += unit_side) {
+      const std::int64_t n = rows - r < unit_side ? rows - r : unit_side;
+      for (std::int64_t t = 0; t < x.tokens; t += unit_side) {
+        const std::int64_t m = x.tokens - t < unit_side ? x.tokens - t : unit_side;
+        const auto add_up = [&](const std::int8_t* tiles, std::int64_t from, bool first, std::int32_t* to,
+                                std::int64_t row_step) TARGET {
+          const UnitTiles tokens_of = {tiles + t * x.stride + from * unit_tile, 64, unit_tile_bytes, unit_tile * x.stride};
+          const UnitTiles rows_of = {scratch.tile + r * block + (from - c) * tile_rows, line, unit_tile * line, second};
+          unit_sums<BytesOf::unsigned_b>(unit, m, n, tokens_of, rows_of, steps, first, to, row_step);
+        };
+        std::int32_t* dots = scratch.dots + t * step + r;
+        if (!group) {
+          add_up(x.tiles, c, c == 0, dots, step);
+          if (fine) add_up(x.fine_tiles, c, c == 0, dots + unit_row_step, step);
+          continue;
         }
-        unit_block(unit, x.tiles + (c + g) * unit_tile, x.tokens, x.stride, scratch.tile + g * tile_rows, rows, block,
-                   of.group / 64, true, scratch.dots, max_rows_a_call, [](auto...) {},
-                   [&](std::int64_t t, std::int64_t m, std::int64_t r, std::int64_t n) TARGET {
-                     unit_sums_to_floats(of, index, scratch.scales, scratch.dots, sums, t, m, r, n);
-                   });
+        const GroupSums of(matrix, x, group_sums);
+        float* sums = reinterpret_cast<float*>(dots);
+        for (std::int64_t g = 0; g < count / group; ++g) {
+          const std::int64_t from = c + g * group;
+          const float* scales = scratch.scales + g * max_unit_rows + r;
+          add_up(x.tiles, from, true, scratch.group_dots, unit_side);
+          if (from == 0) {
+            group_dots_to_floats<true>(of, 0, scales, scratch.group_dots, sums, t, m, n);
+          } else {
+            group_dots_to_floats<false>(of, from / group, scales, scratch.group_dots, sums, t, m, n);
+          }
+        }
       }
-      continue;
     }
-    const std::int64_t steps = packed::divide_up(count, 64), at = c * unit_tile;
-    const bool is_last = c + block >= matrix.columns;
-    const auto nothing = [](std::int64_t, std::int64_t, std::int64_t, std::int64_t) {};
-    const auto ask = [&](std::int64_t t, std::int64_t m, std::int64_t r, std::int64_t n) {
-      if (!is_last) return;
-      for (std::int64_t i = t; i < t + m; ++i) {
-        const float* y = product.y + i * product.y_stride + begin + r;
-        for (std::int64_t k = 0; k < n; k += 16) __builtin_prefetch(y + k, 1, 3);
-      }
-    };
-    const auto finish = [&](std::int64_t t, std::int64_t m, std::int64_t r, std::int64_t n) TARGET {
-      if (!is_last) return;
-      Product part = product;
-      const Activations tokens = some_tokens(x, part, t, m);
-      const std::int32_t* dots = scratch.dots + t * step + r;
-      if (is_int8) {
-        finish_int8(tokens, part, begin + r, begin + r + n, dots, max_rows_a_call, 128);
-      } else if (n == 2 * unit_tile) {  // a constant
-        finish_ternary(tokens, part, begin + r, begin + r + 2 * unit_tile, dots, max_rows_a_call, 1);
-      } else {
-        finish_ternary(tokens, part, begin + r, begin + r + n, dots, max_rows_a_call, 1);
-      }
-    };
-    if (fine) {
-      unit_block(unit, x.fine_tiles + at, x.tokens, x.stride, scratch.tile, rows, block, steps, c == 0,
-                 scratch.dots + max_rows_a_call, step, nothing, nothing);
-    }
-    unit_block(unit, x.tiles + at, x.tokens, x.stride, scratch.tile, rows, block, steps, c == 0,
-               scratch.dots, step, ask, finish);
   }
   unit.end();
-  if (matrix.group) finish_groups(x, product, begin, end, sums, max_rows_a_call);
 }
 
 // The float sums of a piece that is scaled by groups: sums [tokens, max_rows_a_call].
 TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                     const Activations& x, const GroupSums& of, MatmulScratch& scratch) {
-  const std::int64_t block = column_block(matrix.format, matrix.group);
+  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
   const bool fine = x.fine && matrix.format == WeightFormat::int4;
   float* sums = reinterpret_cast<float*>(scratch.dots);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
@@ -190,19 +169,39 @@ TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, st
   }
 }
 
+TARGET static void finish(const Activations& x, const Product& product, std::int64_t begin, std::int64_t end,
+                          const std::int32_t* dots, std::int64_t step, std::int32_t offset, MatmulScratch& scratch) {
+  if (product.streams) {
+    const std::int64_t dots_a_token = step * (x.fine && product.matrix->format == WeightFormat::int8 ? 2 : 1);
+    Product part = product;
+    part.streams = false;
+    part.y = scratch.streamed - begin;
+    for (std::int64_t t = 0; t < x.tokens; ++t) {
+      Activations one = x;
+      one.tokens = 1;
+      one.scales += t * x.scales_a_token(), one.sums += t * x.scales_a_token();
+      if (x.fine) one.fine_sums += t;
+      finish(one, part, begin, end, dots + t * dots_a_token, step, offset, scratch);
+      float* y = product.y + t * product.y_stride + begin;
+      std::int64_t r = 0;
+      for (; r + row_lanes <= end - begin; r += row_lanes) stream(y + r, load<Floats>(scratch.streamed + r));
+      for (; r < end - begin; ++r) y[r] = scratch.streamed[r];
+    }
+  } else if (product.matrix->summed_group()) {
+    finish_groups(x, product, begin, end, reinterpret_cast<const float*>(dots), step);
+  } else if (product.matrix->format == WeightFormat::int8) {
+    finish_int8(x, product, begin, end, dots, step, offset);
+  } else {
+    finish_ternary(x, product, begin, end, dots, step, offset);
+  }
+}
+
 template <class Unit>
 TARGET static void multiply_on(const Activations& x, const std::int32_t* group_sums,
                                const Product& product, std::int64_t begin, std::int64_t end,
                                MatmulScratch& scratch) {
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
-  if constexpr (Unit::is_there) {
-    // A step of the unit is 64 columns: groups of 32 go without it.
-    if (x.tiles && format != WeightFormat::int4 && matrix.group % 64 == 0) {
-      unit_piece<Unit>(x, group_sums, product, begin, end, scratch);
-      return;
-    }
-  }
   const bool of_i2 = format == WeightFormat::i2;
   const bool tiles = x.tokens >= (matrix.group && of_i2 ? strip_tile_from
                                   : matrix.group     ? group_tile_from
@@ -212,8 +211,9 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   std::int32_t* dots = scratch.dots;
   float* sums = reinterpret_cast<float*>(dots);
   std::int32_t offset = is_int8 ? int8_offset : 1;
+  std::int64_t step = max_rows_a_call;
 #if defined(NARROW_SUMS)
-  const bool wide = tiles && (is_int8 || is_int4);
+  const bool wide = !x.tiles && tiles && (is_int8 || is_int4);
   if (wide) {
     wide_piece(matrix, begin, end, x, scratch);
     offset = 0;
@@ -221,7 +221,11 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
 #else
   constexpr bool wide = false;
 #endif
-  if (wide) {
+  if (Unit::is_there && x.tiles) {
+    if constexpr (Unit::is_there) unit_piece<Unit>(matrix, begin, end, x, fine, group_sums, scratch);
+    offset = is_int8 ? 128 : 1;
+    step = unit_row_step;
+  } else if (wide) {
   } else if (tiles && (is_int4 || matrix.group)) {
     group_tile_piece(matrix, begin, end, x, GroupSums(matrix, x, group_sums), scratch);
   } else if (tiles) {
@@ -259,11 +263,5 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
       dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin), max_rows_a_call);
     }
   }
-  if (is_int4 || matrix.group) {
-    finish_groups(x, product, begin, end, sums, max_rows_a_call);
-  } else if (is_int8) {
-    finish_int8(x, product, begin, end, dots, max_rows_a_call, offset);
-  } else {
-    finish_ternary(x, product, begin, end, dots, max_rows_a_call, offset);
-  }
+  finish(x, product, begin, end, dots, step, offset, scratch);
 }

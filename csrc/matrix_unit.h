@@ -102,6 +102,7 @@ struct AmxUnit {
 
 constexpr int unit_tile = 16;
 constexpr int unit_tile_bytes = unit_tile * 64;
+constexpr int unit_side = 2 * unit_tile;  // of 2 x 2 tiles
 
 // Where the tiles of A or B lie: bytes between two lines, to the next 64 along the sum, and to the second
 // tile of a pair.

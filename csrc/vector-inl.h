@@ -35,17 +35,26 @@ INLINE void store(void* to, const V& v) {
   __builtin_memcpy(to, &v, sizeof v);
 }
 
-template <class T>
-INLINE Vector<T> splat(T value) {
-  return value - Vector<T>{};  // value + 0 is not what -0.0 is: compilers would add
-}
-
 template <class To, class From>
 INLINE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   __builtin_memcpy(&to, &from, sizeof to);
   return to;
+}
+
+// As store; of a whole cache line, past the caches where the instruction set can.
+template <class V>
+INLINE void stream(void* to, const V& v) {
+#if VECTOR_BYTES == 64
+  if (reinterpret_cast<std::uintptr_t>(to) % 64 == 0) return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));
+#endif
+  store(to, v);
+}
+
+template <class T>
+INLINE Vector<T> splat(T value) {
+  return value - Vector<T>{};  // value + 0 is not what -0.0 is: compilers would add
 }
 
 // Lanes of the concatenation (a, b) picked by a constant list of indices.

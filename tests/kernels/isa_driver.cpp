@@ -290,7 +290,7 @@ void test_elementwise(const VectorKernels& kernels, Random& random, std::vector<
     kernels.add_and_norm(residual.data(), delta.data(), weight.data(), 1e-6f, n, out.data());
     for (Activation activation : {Activation::relu_squared, Activation::gelu_tanh, Activation::sigmoid, Activation::silu}) {
       gate = x;
-      kernels.gated(activation, gate.data(), delta.data(), n);
+      kernels.gated(activation, gate.data(), delta.data(), n, gate.data(), n % 2 == 0);
       results.insert(results.end(), gate.begin(), gate.end());
     }
     const int half = n / 2;

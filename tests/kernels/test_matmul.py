@@ -215,13 +215,15 @@ def expected(weights: Weights, x: Quantized, bias: np.ndarray | None) -> np.ndar
     return y if bias is None else y + bias
 
 
-def run(kernels, pool, x: Quantized, group: list[Weights], biases) -> list[np.ndarray]:
+def run(
+    kernels, pool, x: Quantized, group: list[Weights], biases, padding: int = 5
+) -> list[np.ndarray]:
     """y of each weights, padded by poison that must stay as it is."""
     tokens = x.shape[0]
     outputs = []
     for weights in group:
-        rows = weights.codes.shape[0]
-        outputs.append(aligned(tokens * (rows + 5), np.float32).reshape(tokens, rows + 5))
+        width = weights.codes.shape[0] + padding
+        outputs.append(aligned(tokens * width, np.float32).reshape(tokens, width))
     products = [
         weights.product(y, bias) for weights, y, bias in zip(group, outputs, biases, strict=True)
     ]
@@ -313,6 +315,17 @@ def test_a_group_of_products_shares_one_call(kernels, tokens):
     x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=True)
     for weights, bias, y in zip(group, biases, run(kernels, pool, x, group, biases), strict=True):
         assert_same(y, expected(weights, x, bias))
+
+
+@pytest.mark.parametrize("width", [7808, 7809])
+def test_long_rows_and_large_outputs_equal_the_reference_bit_for_bit(kernels, width):
+    # On a matrix unit many rows meet half as many tokens; whole lines of y go past the caches.
+    generator = np.random.default_rng(8)
+    weights = draw_weights(generator, "lookup", NMPattern(6, 8), 530, 2304)
+    pool = _cpu.ThreadPool(1)
+    x = Quantized(kernels, pool, draw_x(generator, 270, 2304), fine=False)
+    (y,) = run(kernels, pool, x, [weights], [None], padding=width - 530)
+    assert_same(y, expected(weights, x, None))
 
 
 def test_products_are_those_of_the_training_code(kernels):
