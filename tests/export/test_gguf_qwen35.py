@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5 in GGUF files: blocks of two kinds, value heads in another order, tensors that are not read."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,20 @@ import pytest
 import torch
 from test_gguf_import import Write, add_tokenizer, by_our_layout, finish, gguf, logits, quantised
 
-from factories import tiny_model
+from factories import edit_json, tiny_model
+from small_models import TEXT
+from sparse_bitnet.checkpoint.config_fields import LINEAR_SIZES
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.export.verify import check_packed
+from sparse_bitnet.nn.convert import convert_
 
 KEYS, SHARED, HEAD = 2, 3, 128
 SIZES: dict[str, Any] = {
@@ -190,6 +198,24 @@ def test_a_file_of_floats_is_the_same_model(tmp_path: Path) -> None:
     source = find_checkpoint(write_qwen35(tmp_path / "model.gguf", model, None))
     assert source.kind == "dense"
     torch.testing.assert_close(logits(source.load().eval()), logits(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("format", ["gguf-tq2_0", "compressed-tensors-w2a8"])
+def test_sizes_that_a_config_leaves_out_are_those_of_transformers(
+    tmp_path: Path, format: str
+) -> None:
+    model = convert_(tiny_model("qwen3_5_text", vocab_size=320, **LINEAR_SIZES), "ternary-8:8")
+    save_pretrained(model, tmp_path / "whole", train_tokenizer(iter([TEXT]), 300))
+    shutil.copytree(tmp_path / "whole", tmp_path / "short")
+    edit_json(tmp_path / "short" / "config.json", **dict.fromkeys(LINEAR_SIZES, ...))
+    written = []
+    for name in ("whole", "short"):
+        export(tmp_path / name, tmp_path / f"{name}-out", ExportConfig(format=format))
+        (path,) = (tmp_path / f"{name}-out").glob("model*")
+        written.append(path.read_bytes().replace(b"whole", b"short"))
+    assert written[0] == written[1]
+    pack_checkpoint(tmp_path / "short", tmp_path / "packed")
+    assert check_packed(tmp_path / "short", tmp_path / "packed") >= 0
 
 
 @pytest.mark.parametrize("is_listed", [True, False])

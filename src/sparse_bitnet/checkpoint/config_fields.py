@@ -16,6 +16,12 @@ QWEN35_TYPES = (QWEN35, "qwen3_5", "prism_hadamard_qwen35")
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Values in `layer_types`; the first two are keys of Gemma's `rope_parameters`, too."""
 
+LINEAR_SIZES = {
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+}
+"""Fields of Qwen3.5's linear attention with transformers' defaults."""
+
 _WINDOW_FAMILIES = ("qwen2", "qwen3", "mistral", GEMMA3)
 """Model types with attention windows; transformers ignores the window settings of all others."""
 
@@ -83,14 +89,16 @@ def head_size(config: dict[str, Any]) -> Any:
 
 
 def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's config in that of a Qwen3.5 model with an image encoder; return any
-    other config unchanged."""
+    """Return the language model's config in that of a Qwen3.5 model, with all of `LINEAR_SIZES`; return
+    any other config unchanged."""
     text = config.get("text_config")
-    if config.get("model_type") not in QWEN35_TYPES[1:] or not isinstance(text, dict):
+    if config.get("model_type") in QWEN35_TYPES[1:] and isinstance(text, dict):
+        own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
+        shared = {key: value for key, value in config.items() if not key.startswith(own)}
+        config = {"model_type": QWEN35, **shared, **text}
+    if config.get("model_type") != QWEN35:
         return config
-    own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
-    shared = {key: value for key, value in config.items() if not key.startswith(own)}
-    return {"model_type": QWEN35, **shared, **text}
+    return config | {key: n for key, n in LINEAR_SIZES.items() if config.get(key) is None}
 
 
 def has_linear_attention(config: dict[str, Any], where: str) -> list[bool]:

@@ -53,12 +53,12 @@ _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _ROPE_BASE, _LOCAL_ROPE_BASE = "rope.freq_base", "rope.freq_base_swa"
 _LINEAR_SIZES = {
-    "ssm.conv_kernel": ("linear_conv_kernel_dim", 4),
-    "ssm.state_size": ("linear_key_head_dim", 128),
-    "ssm.group_count": ("linear_num_key_heads", 16),
-    "ssm.time_step_rank": ("linear_num_value_heads", 32),
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
-"""Metadata key, after state space models -> field of linear attention, and transformers' default."""
+"""Metadata key, after state space models -> field of linear attention."""
 _INNER, _INTERVAL = "ssm.inner_size", "full_attention_interval"
 _RECURRENT, _PREDICTING = "attention.recurrent_layers", "nextn_predict_layers"
 _SECTIONS = "rope.dimension_sections"
@@ -198,7 +198,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
 def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
     """Return the fields of config.json for linear attention, and the number of layers: blocks behind them
     predict several tokens and are not read. Raises `UserError` for sizes that do not fit together."""
-    config: dict[str, Any] = {field: fields.size(key) for key, (field, _) in _LINEAR_SIZES.items()}
+    config: dict[str, Any] = {field: fields.size(key) for key, field in _LINEAR_SIZES.items()}
     blocks = fields.size(_LAYERS, most=MOST_LAYERS)
     predicting = fields.size(_PREDICTING, most=blocks - 1) if fields.is_set(_PREDICTING) else 0
     heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
@@ -296,8 +296,7 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
         numbers = Fields(rope, f"{where}: rope parameter ")
         values[_HEAD_SIZES[2]] = rotated = int(head * numbers["partial_rotary_factor"])
         values |= _linear_metadata(fields, rotated, where)
-        key_head = config.get("linear_key_head_dim", 128)
-        expect("linear_value_head_dim", config.get("linear_value_head_dim", 128), key_head)
+        expect("linear_value_head_dim", config["linear_value_head_dim"], values["ssm.state_size"])
         rope = {key: rope[key] for key in rope if key not in _OF_QWEN35}
         if rope["rope_type"] == "llama3":
             expect("rope_type", "llama3", "default, linear or yarn")
@@ -307,8 +306,8 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
 
 def _linear_metadata(fields: Fields, rotated: int, where: str) -> dict[str, Any]:
     """Return the metadata of a config.json's linear attention, with `rotated` values of a head."""
-    values: dict[str, Any] = {key: fields.size(*field) for key, field in _LINEAR_SIZES.items()}
-    inner = fields.size("linear_value_head_dim", 128) * values["ssm.time_step_rank"]
+    values: dict[str, Any] = {key: fields.size(field) for key, field in _LINEAR_SIZES.items()}
+    inner = fields.size("linear_value_head_dim") * values["ssm.time_step_rank"]
     # llama.cpp aborts on too many pairs, and takes pairs of no section for those of position 0.
     sections = [(rotated // 2 + more) // 3 for more in (2, 1, 0)]
     values |= {_INNER: inner, _SECTIONS: [*sections, 0]}

@@ -249,11 +249,11 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
 def _delta_net(fields: Fields, where: str) -> DeltaNet:
     """Return the sizes of Gated DeltaNet. Raises `EngineLacks` for those without kernels."""
     net = DeltaNet(
-        key_heads=fields.size("linear_num_key_heads", 16),
-        value_heads=fields.size("linear_num_value_heads", 32, most=_MOST_DELTA_HEADS),
-        key_dim=fields.size("linear_key_head_dim", 128, most=_MOST_HEAD_DIM),
-        value_dim=fields.size("linear_value_head_dim", 128, most=_MOST_HEAD_DIM),
-        taps=fields.size("linear_conv_kernel_dim", 4),
+        key_heads=fields.size("linear_num_key_heads"),
+        value_heads=fields.size("linear_num_value_heads", most=_MOST_DELTA_HEADS),
+        key_dim=fields.size("linear_key_head_dim", most=_MOST_HEAD_DIM),
+        value_dim=fields.size("linear_value_head_dim", most=_MOST_HEAD_DIM),
+        taps=fields.size("linear_conv_kernel_dim"),
     )
     if net.value_heads % net.key_heads:
         raise UserError(
