@@ -119,7 +119,8 @@ def gguf_file(folder: Path, type: str) -> Path:
     path = out / f"model-{type.upper()}.gguf"
     if not path.is_file():
         command = [sys.executable, "-m", "sparse_bitnet", "export", str(folder), str(out)]
-        tables = "auto" if "rotated" in folder.name else "q8_0"  # ternary as published, or 8 bits
+        stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+        tables = "auto" if stored["embeddings"] == "ternary" else "q8_0"
         command += ["--to", f"gguf-{type}", "--embeddings", tables]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not path.is_file():

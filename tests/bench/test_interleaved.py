@@ -149,11 +149,13 @@ def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) ->
 
 
 @pytest.mark.train
-def test_random_weight_options_are_refused_for_a_packed_model(
-    tmp_path: Path, tiny_folder: Path
+@pytest.mark.parametrize("pattern", ["2:4", "6:8"])
+def test_a_pattern_is_refused_for_a_model_with_its_own(
+    tmp_path: Path, tiny_folder: Path, pattern: str
 ) -> None:
-    with pytest.raises(UserError, match=f"--pattern 2:4 is not used here: {tiny_folder}"):
-        pretend(tmp_path, tiny_folder, pattern=("2:4",))
+    for model in (tiny_folder, Path("bonsai-2b")):
+        with pytest.raises(UserError, match=f"--pattern {pattern} is not used here: {model}"):
+            pretend(tmp_path, model, pattern=(pattern,))
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])

@@ -191,7 +191,7 @@ def _models(options: BenchOptions) -> dict[str, Path]:
         packed = open_checkpoint(folder, "packed")
         refuse_unused(options, ["pattern"], f"{folder} has weights of its own")
         return {str(packed.format.pattern): folder}
-    if options.model in ROTATIONS:
+    if options.model in ROTATIONS and options.pattern != ("8:8",):
         refuse_unused(options, ["pattern"], f"{options.model} is dense")
     return {
         text: cached_random_model(
@@ -199,7 +199,7 @@ def _models(options: BenchOptions) -> dict[str, Path]:
             NMPattern.parse(text.removesuffix(" binary")),
             packed_format="nm-sign" if text.endswith(" binary") else "i2",
         )
-        for text in (["8:8"] if options.model in ROTATIONS else options.pattern)
+        for text in options.pattern or ("8:8" if options.model in ROTATIONS else "6:8",)
     }
 
 

@@ -24,9 +24,9 @@ class BenchOptions:
     """Model to measure: a packed folder; or, with random weights, a preset (`sparse-bitnet models` lists
     them), bitnet-2b4t, qwen3-8b, bonsai-2b, bonsai-4b, bonsai-9b or bonsai-27b."""
 
-    pattern: tuple[str, ...] = ("6:8",)
+    pattern: tuple[str, ...] = ()
     """N:M patterns of the random weights, one model each; 8:8 is dense. "6:8 binary": no kept weight is
-    zero (quantizer=binary)."""
+    zero (quantizer=binary). Default: 6:8, or 8:8 for bonsai, the only one there."""
 
     weight_format: tuple[WeightFormat, ...] = ("auto",)
     """Run-time formats of the weights to measure."""

@@ -6,7 +6,6 @@ those of a model whose masters are Gaussian, as before training and, nearly, aft
 drawn from a table of 65,536 that were selected as training selects them.
 """
 
-import dataclasses
 import json
 import os
 import tempfile
@@ -105,8 +104,9 @@ def config_of_model(name: str) -> dict[str, Any]:
     if name in PUBLISHED:
         return dict(PUBLISHED[name])
     shape = find_preset(name)
-    hidden, ffn, layers, heads, kv, vocab = dataclasses.astuple(shape)[:6]
-    return _sizes("qwen2", hidden, ffn, layers, heads, kv, vocab, tied=True) | {
+    blocks = (shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers)
+    heads = (shape.num_attention_heads, shape.num_key_value_heads)
+    return _sizes("qwen2", *blocks, *heads, shape.vocab_size, tied=True) | {
         "architectures": ["Qwen2ForCausalLM"],
         "max_position_embeddings": shape.max_position_embeddings,
     }
