@@ -264,13 +264,13 @@ class CompressedTensors(ForeignFolder):
 
     def ternary(self, layer: str) -> TernaryWeight:
         rows, columns = self.layers[layer]
-        runs = columns // self.group if self.group else 1
+        scale = self.scale_of(layer)
         if self.is_packed:
             words = self.codes_of(layer, torch.int32, (rows, -(-columns // CODES_PER_WORD)))
             codes = unpack_words(words, columns)
         else:
             codes = self.codes_of(layer, torch.int8, (rows, columns))
-        return with_fewest_scales(codes, self.scale_of(layer).view(-1, runs), layer)
+        return with_fewest_scales(codes, scale if self.group else scale.view(-1, 1), layer)
 
 
 def _group_of(entry: dict[str, Any], where: str) -> int:

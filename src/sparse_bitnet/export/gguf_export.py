@@ -152,9 +152,10 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
         name = gguf_name(f"{layer}.weight")
         tensors.append(GgufTensor(name, block.type_id, (rows, columns), size, make))
     for name, shape in source.others.items():
-        if embeddings == "auto" and _is_ternary_table(source, name, wanted):
-            size, make = wanted.tensor_bytes(*shape), partial(_table, source, name, wanted)
-            tensors.append(GgufTensor(gguf_name(name), wanted.type_id, shape, size, make))
+        table = _table(source, name, wanted) if embeddings == "auto" else None
+        if table is not None:
+            make = partial(np.asarray, table)
+            tensors.append(GgufTensor(gguf_name(name), wanted.type_id, shape, table.nbytes, make))
             continue
         is_small = len(shape) != 2 or name.removesuffix(".weight").endswith(GATES)
         kind = F32 if is_small else GGMLQuantizationType[embeddings.upper().replace("AUTO", "F16")]
@@ -188,19 +189,15 @@ def _ternary(source: Checkpoint, row: GgufArchitecture, layer: str, block: Block
     return block.pack(order.of_values(codes.numpy()), order.of_scales(scale, codes.shape[1]))
 
 
-def _is_ternary_table(source: Checkpoint, name: str, block: BlockType) -> bool:
-    """Whether a tensor is an embedding or head with ternary rows, whose scales are those of blocks."""
-    if name not in source.embeddings or block is I2_S:
-        return False
-    width = source.others[name][1]
-    pieces = source.ternary_pieces(name)  # every one: the first rows of any table may be zeros
-    return all(p and width // p.weight_scale.shape[-1] % block.codes == 0 for p in pieces)
-
-
-def _table(source: Checkpoint, name: str, block: BlockType) -> np.ndarray:
-    pieces = filter(None, source.ternary_pieces(name))
-    packed = [block.pack(codes.numpy(), _scale(scales, name, block)) for codes, scales in pieces]
-    return np.concatenate(packed)
+def _table(source: Checkpoint, name: str, block: BlockType) -> np.ndarray | None:
+    """Return an embedding or head in blocks, None unless all of its rows are ternary with their scales."""
+    packed: list[np.ndarray] = []
+    if name in source.embeddings and block is not I2_S:
+        for piece in source.ternary_pieces(name):
+            if piece is None or source.others[name][1] // piece.weight_scale.shape[-1] % block.codes:
+                return None
+            packed.append(block.pack(piece.codes.numpy(), _scale(piece.weight_scale, name, block)))
+    return np.concatenate(packed) if packed else None
 
 
 def _scale(weight_scale: Tensor, layer: str, block: BlockType) -> np.ndarray:
