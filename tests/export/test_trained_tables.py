@@ -3,18 +3,22 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from factories import tiny_model
+from packed_models import all_logits
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.export.verify import check_packed
+from sparse_bitnet.generation.open_model import open_engine
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.ternary_tables import quantize_table
 from sparse_bitnet.training.loss import SummedLoss
@@ -30,6 +34,9 @@ def test_tied_tables_train_and_are_packed_and_exported(make_checkpoint, tmp_path
     assert torch.equal(model.get_input_embeddings()(ids)[0], values[:30])
     logits = model(ids).logits
     assert torch.equal(logits, F.linear(model.model(ids)[0], values))
+    engine = open_engine(str(folder), EngineOptions(engine="transformers"))
+    assert type(engine._model.lm_head) is torch.nn.Linear
+    assert np.array_equal(all_logits(engine, ids[0].tolist()), logits[0].detach().numpy())
     loss = SummedLoss(model)(ids, ids)
     assert loss.item() == pytest.approx(F.cross_entropy(logits[0], ids[0], reduction="sum").item())
     loss.backward()

@@ -211,14 +211,16 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
 
     from sparse_bitnet.checkpoint.load import from_pretrained
     from sparse_bitnet.engine.transformers_engine import TransformersEngine
+    from sparse_bitnet.nn.ternary_tables import round_tables_
     from sparse_bitnet.training.device import resolve_device
 
     device = resolve_device(options.device)
     if device.type == "cpu" and options.threads is not None:
         torch.set_num_threads(options.threads)
-    model: Any = from_pretrained(folder, dtype=torch.float32)
+    model: Any = from_pretrained(folder, dtype=torch.float32).to(device)
+    round_tables_(model)
     return TransformersEngine(
-        model.to(device),
+        model,
         context_length=options.context_length,
         cache_tokens=options.cache_tokens,
     )

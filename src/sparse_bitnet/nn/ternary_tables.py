@@ -4,6 +4,7 @@ straight through to the dense masters, as in `SparseBitLinear`."""
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,6 +50,15 @@ _PLAIN = {ternary: plain for plain, ternary in _TERNARY.items()}
 def head_weight(head: Any) -> Tensor:
     """Return the weight that an output head multiplies by, with a gradient to its parameter."""
     return _ternary(head.weight) if isinstance(head, TernaryHead) else head.weight
+
+
+@torch.no_grad()
+def round_tables_(model: nn.Module) -> None:
+    """Replace the masters of ternary tables by the values that they stand for, and make the tables plain:
+    for inference, where each token would quantise them again."""
+    for weight in {table.weight for table in model.modules() if type(table) in _PLAIN}:
+        weight.copy_(_ternary(weight))
+    set_tables_(model, ternary=False)
 
 
 def set_tables_(model: Any, ternary: bool) -> None:
