@@ -193,9 +193,12 @@ def test_heads_and_their_scales_return_to_their_order(
         np.testing.assert_array_almost_equal(ours.floats(name), expected, places, name)
 
 
-def test_a_file_of_floats_is_the_same_model(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_5_text", **SIZES).eval()
-    source = find_checkpoint(write_qwen35(tmp_path / "model.gguf", model, None))
+@pytest.mark.parametrize("rotated", [16, 64])
+def test_a_file_of_floats_is_the_same_model(tmp_path: Path, rotated: int) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotated / 64}
+    model = tiny_model("qwen3_5_text", rope_parameters=rope, **SIZES).eval()
+    sizes = {"rope.dimension_count": rotated}
+    source = find_checkpoint(write_qwen35(tmp_path / "model.gguf", model, None, sizes))
     assert source.kind == "dense"
     torch.testing.assert_close(logits(source.load().eval()), logits(model), atol=1e-5, rtol=0)
 

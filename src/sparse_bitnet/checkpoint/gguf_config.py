@@ -221,7 +221,7 @@ def _rope(file: GgufFile, fields: Fields, head: int, prefix: str, partial: bool)
     rope: dict[str, Any] = {"rope_type": "default"}
     rope["rope_theta"] = fields.optional(_ROPE_BASE, 10_000.0)
     rotated = fields.size(_HEAD_SIZES[2], head)
-    if partial and rotated % 2 == 0 and int(head * (rotated / head)) == rotated < head:
+    if partial and rotated % 2 == 0 and int(head * (rotated / head)) == rotated <= head:
         rope["partial_rotary_factor"] = rotated / head
     elif rotated != head or head % 2:
         raise UserError(
