@@ -53,7 +53,7 @@ def head_weight(head: Any) -> Tensor:
 
 
 @torch.no_grad()
-def round_tables_(model: nn.Module) -> None:
+def round_tables_(model: Any) -> None:
     """Replace the masters of ternary tables by the values that they stand for, and make the tables plain:
     for inference, where each token would quantise them again."""
     for weight in {table.weight for table in model.modules() if type(table) in _PLAIN}:
