@@ -134,6 +134,14 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if os.path.lexists(path) else {}
 
 
+def stored_ends(folder: Path) -> Any:
+    """Return `eos_token_id` of generation_config.json, else of config.json: a token, a list, or None."""
+    for name in ("generation_config.json", CONFIG_FILE):
+        if (ends := read_json_if_there(folder / name).get("eos_token_id")) is not None:
+            return ends
+    return None
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write JSON: indented, keys in the given order, with a newline at the end."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -16,9 +16,8 @@ from gguf import GGUFWriter, SpecialVocab, TokenType
 
 from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.checkpoint.model_folder import read_json, stored_ends
 from sparse_bitnet.errors import UserError, library_errors_as
-from sparse_bitnet.export.hf_folder import stored_ends
 
 _MORE_ENDS = ("eot", "eom")
 """llama.cpp's names for end-of-text tokens beside eos."""

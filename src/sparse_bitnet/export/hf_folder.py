@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Union
 from sparse_bitnet.checkpoint.config_fields import FULL, WINDOWED
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
-    CONFIG_FILE,
     EXPORTED_FORMAT,
     TOKENIZER_FILES,
     WITHOUT_IMPORT,
     copy_files,
     read_json,
     read_json_if_there,
+    stored_ends,
     write_json,
 )
 from sparse_bitnet.errors import UserError, os_errors_as
@@ -126,11 +126,3 @@ def write_generation_config(source: Path, folder: Path) -> None:
         config |= {"eos_token_id": end if ends is None else ends, "pad_token_id": end}
     if config:
         write_json(folder / "generation_config.json", config)
-
-
-def stored_ends(folder: Path) -> Any:
-    """Return `eos_token_id` of generation_config.json, else of config.json: a token, a list, or None."""
-    for name in ("generation_config.json", CONFIG_FILE):
-        if (ends := read_json_if_there(folder / name).get("eos_token_id")) is not None:
-            return ends
-    return None

@@ -22,6 +22,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     quantization_entry,
     read_config,
     read_json_if_there,
+    stored_ends,
 )
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import EngineLacks, UserError, os_errors_as, refuse_unused
@@ -51,7 +52,6 @@ class OpenModel:
 
     folder: str
     """The resolved folder or hub id."""
-
     engine: "InferenceEngine"
     tokenizer: TextTokenizer
     end_tokens: frozenset[int]
@@ -180,18 +180,14 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
     Raises `UserError` for one that is not a token number.
     """
-    for name in ("generation_config.json", CONFIG_FILE):
-        path = Path(folder) / name
-        ends = read_json_if_there(path).get("eos_token_id")
-        if ends is None:
-            continue
-        tokens = ends if isinstance(ends, list) else [ends]
-        if not all(type(token) is int and token >= 0 for token in tokens):
-            raise UserError(
-                f"{path}: eos_token_id {ends!r} is neither a token nor a list of tokens"
-            )
-        return frozenset(tokens)
-    return frozenset()
+    ends = stored_ends(Path(folder))
+    tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise UserError(
+            f"{folder}: eos_token_id of generation_config.json or {CONFIG_FILE} is {ends!r}, neither a "
+            "token nor a list of tokens"
+        )
+    return frozenset(tokens)
 
 
 def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
@@ -217,12 +213,10 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
     device = resolve_device(options.device)
     if device.type == "cpu" and options.threads is not None:
         torch.set_num_threads(options.threads)
-    model: Any = from_pretrained(folder, dtype=torch.float32).to(device)
-    round_tables_(model)
+    model: Any = from_pretrained(folder, dtype=torch.float32)
+    round_tables_(model.to(device))
     return TransformersEngine(
-        model,
-        context_length=options.context_length,
-        cache_tokens=options.cache_tokens,
+        model, context_length=options.context_length, cache_tokens=options.cache_tokens
     )
 
 
