@@ -96,9 +96,7 @@ def measure_all(
 
 
 def rows_of(
-    engines: list[Engine],
-    seconds: dict[tuple[int, str], list[float]],
-    options: argparse.Namespace,
+    engines: list[Engine], seconds: dict[tuple[int, str], list[float]], options: argparse.Namespace
 ) -> list[Row]:
     rows = []
     for (place, phase), times in seconds.items():

@@ -48,10 +48,8 @@ class QuickstartResult(NamedTuple):
     verdict: str
     sample: str
     """Text that the sparse ternary model of the first seed wrote after the prompt."""
-
     model: Path
     """Folder of that model."""
-
     report: Path
 
 

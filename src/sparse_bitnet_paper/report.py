@@ -29,10 +29,7 @@ _SPREAD = re.compile(r"([-+]?[\d.,]+(?: %)?)[ \n]((?:norm|[-+±\d\[]).*)")
 
 
 def write_report(
-    folders: Sequence[Path],
-    document: Path,
-    engine: Path | None = None,
-    page: Path | None = None,
+    folders: Sequence[Path], document: Path, engine: Path | None = None, page: Path | None = None
 ) -> list[Results]:
     """Render sets of results and return them.
 

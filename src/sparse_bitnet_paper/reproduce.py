@@ -54,7 +54,6 @@ class Outcome(NamedTuple):
     trained: int
     skipped: int
     """Runs finished by an earlier call."""
-
     failed: tuple[str, ...]
     """Messages of runs that could not be trained."""
 

@@ -39,7 +39,6 @@ class Run:
 
     config: TrainConfig
     """Complete except for `data` and `out`."""
-
     name: str
     """Readable prefix and `config_hash`."""
 

@@ -127,30 +127,22 @@ class Claim:
 
     text: str
     """The claim, as the paper states it."""
-
     short: str
     """The claim in at most 40 characters."""
-
     measure: str
     """How the number of each seed is computed; a positive number speaks for the claim."""
-
     model: str
     paper: str
     """The paper's own value of the measure, or its statement in words; "-" without one."""
-
     estimate: Estimate
     """The estimate; without values if runs are missing."""
-
     expected: float | None = None
     """The paper's own value as a number."""
-
     null: float = 0.0
     """Threshold that the measure must exceed."""
-
     unit: str = "points"
     main: str = ""
     """Wording on the first page, for one of the paper's main claims."""
-
     verdict: str = OPEN
     """See `judged`."""
 

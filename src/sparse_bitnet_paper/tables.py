@@ -30,7 +30,6 @@ class Table:
 
     frame: pd.DataFrame
     """The index is the first column, its name that column's head."""
-
     notes: Sequence[str] = ()
     numeric: bool = True
     """Whether all columns but the first hold numbers."""

@@ -182,7 +182,6 @@ class CheckpointWeights:
     label: str
     weight: str
     """ "ternary" or "full": the format in which the model was trained, as far as it says."""
-
     layers: pd.DataFrame
 
 

@@ -25,11 +25,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     windows_of,
 )
 from sparse_bitnet.checkpoint.declared_rotation import PREFIX
-from sparse_bitnet.checkpoint.gguf_architectures import (
-    ARCHITECTURES,
-    LINEAR_NORM,
-    GgufArchitecture,
-)
+from sparse_bitnet.checkpoint.gguf_architectures import ARCHITECTURES, LINEAR_NORM, GgufArchitecture
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
 from sparse_bitnet.errors import UserError

@@ -79,8 +79,7 @@ def _pre(
 
 PRE_TOKENIZERS = (
     _pre(
-        "gpt-2 phi-2 mpt olmo gigachat mellum jais trillion granite-docling exaone4 a.x-4.0",
-        GPT2,
+        "gpt-2 phi-2 mpt olmo gigachat mellum jais trillion granite-docling exaone4 a.x-4.0", GPT2
     ),
     _pre("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", DIGIT, GPT2),
     _pre("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),

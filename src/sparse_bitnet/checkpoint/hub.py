@@ -74,9 +74,7 @@ def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitC
 
 
 def save_pretrained(
-    model: "PreTrainedModel",
-    folder: str | Path,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    model: "PreTrainedModel", folder: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> None:
     """Write a converted model, and its tokenizer if given, as a complete folder in one step.
 

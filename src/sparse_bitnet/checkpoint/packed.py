@@ -102,7 +102,7 @@ class PackedCheckpoint(Checkpoint):
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
         if name not in self.tables or self.file.entries[name].dtype != "U8":
             return None
-        packed, scales = self.file.checked(name)[part], self.file.checked(f"{name}_scale")[part]
+        packed, scales = (self.file.checked(each)[part] for each in (name, f"{name}_scale"))
         return _ternary_table(packed, scales, self.tables[name][1], name)
 
     def stored_values(self, name: str, part: slice = slice(None)) -> "Tensor":
@@ -129,9 +129,8 @@ def _ternary_table(packed: "Tensor", scales: "Tensor", columns: int, name: str) 
     """Return rows of an embedding or head that is stored as i2 with scales of groups."""
     from sparse_bitnet.packing.codec import unpack
 
-    return TernaryWeight(
-        unpack(packed, "i2", NMPattern(1, 1), (len(packed), columns), name=name), scales
-    )
+    whole = (len(packed), columns)
+    return TernaryWeight(unpack(packed, "i2", NMPattern(1, 1), whole, name=name), scales)
 
 
 def prepare_model_(model: "PreTrainedModel", packed: PackedCheckpoint) -> None:

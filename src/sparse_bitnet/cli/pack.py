@@ -33,9 +33,7 @@ class PackConfig:
 
 @command("pack")
 def main(
-    checkpoint: CheckpointArgument,
-    config: PackConfig,
-    out: Annotated[str | None, "[OUT]"] = None,
+    checkpoint: CheckpointArgument, config: PackConfig, out: Annotated[str | None, "[OUT]"] = None
 ) -> None:
     """Write a trained ternary model as a small folder that the CPU engine runs.
 

@@ -74,11 +74,9 @@ class Overlap:
     window_tokens: Count
     windows: Count
     """Number of windows of `window_tokens` tokens, at every position of each held-out document."""
-
     windows_in_training: Count
     documents: Count
     """Held-out documents of at least one window."""
-
     documents_in_training: Count
     """Held-out documents of which every window occurs in the training text."""
 

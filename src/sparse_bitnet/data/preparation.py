@@ -23,13 +23,7 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data import chat as conversations
-from sparse_bitnet.data.documents import (
-    SPLITS,
-    TRAIN,
-    VALIDATION,
-    Document,
-    skipped_line,
-)
+from sparse_bitnet.data.documents import SPLITS, TRAIN, VALIDATION, Document, skipped_line
 from sparse_bitnet.data.manifest import (
     MANIFEST,
     PREPARATION,

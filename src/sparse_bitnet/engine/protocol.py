@@ -125,9 +125,7 @@ class InferenceEngine(ABC):
             return EngineSequence(self, self._open(), [])
 
     def forward(
-        self,
-        batch: Sequence[tuple[EngineSequence, Sequence[int]]],
-        logits: WhichLogits = "last",
+        self, batch: Sequence[tuple[EngineSequence, Sequence[int]]], logits: WhichLogits = "last"
     ) -> list[np.ndarray]:
         """Append tokens to sequences, each once in the batch, and return float32 results for each entry.
 

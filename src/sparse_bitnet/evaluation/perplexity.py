@@ -50,7 +50,6 @@ class Perplexity:
 
     mean_nll: float
     """Negative log-likelihood in nats per scored token."""
-
     tokens: int
     """Tokens scored."""
 
@@ -205,14 +204,11 @@ class Evaluation(Perplexity):
     context_length: int
     text_bytes: int | None
     """UTF-8 bytes of the text, if all of it was scored, else None."""
-
     checkpoint: str
     """The folder or hub id that was loaded."""
-
     format: str
     """Text form of the SparseBitConfig; for a packed model also its packed format: "ternary-6:8, packed
     as i2"; "unconverted" for a model without our layers."""
-
     data: str
     precision: str
     device: str

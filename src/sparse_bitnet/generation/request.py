@@ -77,7 +77,6 @@ class Output:
     finish: FinishReason | None = None
     token: int | None = None
     """The token that was sampled, if any."""
-
     generated: int = 0
     """Number of tokens sampled so far."""
 

@@ -32,7 +32,6 @@ class Candidates(NamedTuple):
 
     tokens: np.ndarray
     """int64, ascending."""
-
     scores: np.ndarray
     """float32, processed logits of the same length."""
 

@@ -119,11 +119,7 @@ class TextStream:
     """Turns tokens into text, one token at a time."""
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        *,
-        skip_special_tokens: bool = True,
-        is_start: bool = False,
+        self, tokenizer: TextTokenizer, *, skip_special_tokens: bool = True, is_start: bool = False
     ) -> None:
         """`is_start`: drop the space that some tokenizers put before a text's first word; it is needed
         where the output continues another text."""

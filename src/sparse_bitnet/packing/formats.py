@@ -92,26 +92,21 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
         return blocks * plane_bytes(block) + plane_bytes(tail)
     groups = in_features // coded_pattern(pattern).m
     if name == "nm-sign":
-        return _divide_up(groups * nm_sign_group_bits(pattern), 8)
+        return -(-groups * nm_sign_group_bits(pattern) // 8)
     per_word = nm_enum_groups_per_word(pattern)
     words, tail = divmod(groups, per_word)
     bits = words * nm_enum_bits(pattern, per_word) + nm_enum_bits(pattern, tail)
-    return _divide_up(bits, 8)
-
-
-def _divide_up(a: int, b: int) -> int:
-    """ceil(a / b)."""
-    return -(-a // b)
+    return -(-bits // 8)
 
 
 def i2_plane_bytes(block_weights: int) -> int:
     """Bytes of an i2 block of this many weights, at most 256."""
-    return _divide_up(_divide_up(block_weights, 4), I2_TAIL_ALIGNMENT) * I2_TAIL_ALIGNMENT
+    return -(-block_weights // (4 * I2_TAIL_ALIGNMENT)) * I2_TAIL_ALIGNMENT
 
 
 def b3_plane_bytes(block_weights: int) -> int:
     """Bytes of a b3 block of this many weights, at most 320."""
-    return _divide_up(block_weights, 5)
+    return -(-block_weights // 5)
 
 
 PLANES = {"i2": (I2_BLOCK_WEIGHTS, i2_plane_bytes), "b3": (B3_BLOCK_WEIGHTS, b3_plane_bytes)}
@@ -154,16 +149,12 @@ class PackedMetadata:
 
     packed_format: str
     """A name in `formats.FORMATS`."""
-
     format: SparseBitConfig
     """Training format of the layers; its pattern is that of the packed codes."""
-
     embeddings: str
     """One of `EMBEDDINGS`."""
-
     layers: dict[str, tuple[int, int]]
     """Packed layers: full name -> (out_features, in_features)."""
-
     rotation: Rotation | None = None
     """Rotation of the layers' weights; None if they are not rotated."""
 
@@ -211,12 +202,17 @@ class PackedMetadata:
     @classmethod
     def from_json(cls, values: dict[str, Any], where: str) -> "PackedMetadata":
         """Inverse of `to_json`. Raises `UserError` for another version or anything unreadable."""
-        check_version(values, where)
+        version = values.get("version")
+        if version not in VERSIONS or isinstance(version, bool):
+            raise UserError(
+                f"{where}: packed format version {version!r} is not readable by this release (it reads "
+                f"up to {VERSIONS[1]}); upgrade sparse-bitnet or pack the model again"
+            )
         try:
             format = SparseBitConfig.from_dict(values["format"])
             layers = {name: (rows, columns) for name, (rows, columns) in values["layers"].items()}
             is_rotated = "rotation" in values
-            if values["version"] != VERSIONS[is_rotated]:
+            if version != VERSIONS[is_rotated]:
                 raise UserError("its version is not that of a file with or without rotated weights")
             rotation = Rotation.from_json(values["rotation"], layers) if is_rotated else None
             if values["packed_format"] not in FORMATS or values["embeddings"] not in EMBEDDINGS:
@@ -237,14 +233,4 @@ class PackedMetadata:
             embeddings=values["embeddings"],
             layers=layers,
             rotation=rotation,
-        )
-
-
-def check_version(values: dict[str, Any], where: str) -> None:
-    """Raise `UserError` for a version other than ours."""
-    version = values.get("version")
-    if version not in VERSIONS or isinstance(version, bool):
-        raise UserError(
-            f"{where}: packed format version {version!r} is not readable by this release (it reads up "
-            f"to {VERSIONS[1]}); upgrade sparse-bitnet or pack the model again"
         )

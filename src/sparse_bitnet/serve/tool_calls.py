@@ -285,8 +285,5 @@ def tool_grammar(
             rf'TEXT: /(.|\n)*/ & ~({before} {lead}* "{{" /(.|\n)*/)',
         ]
     if not (is_forced or answer):
-        rules += [
-            f"BEGIN: /{begins}/",
-            rf"END: (/(.|\n)*/ & ~/(.|\n)*({ends})(.|\n)*/) /{ends}/",
-        ]
+        rules += [f"BEGIN: /{begins}/", rf"END: (/(.|\n)*/ & ~/(.|\n)*({ends})(.|\n)*/) /{ends}/"]
     return Grammar.lark("\n".join(rules))

@@ -37,14 +37,11 @@ class Matrix:
 
     first_row: int = 0
     """Index of the first row given, in the whole matrix."""
-
     input_norm: "Tensor | None" = None
     """float32 [in_features], root mean square of each input feature, for scores with `sees_inputs`."""
-
     reduce_sum: Callable[["Tensor"], "Tensor"] | None = None
     reduce_max: Callable[["Tensor"], "Tensor"] | None = None
     """Sum and maximum over the processes that hold the other rows; None where there are none."""
-
     asked: bool = field(default=False, init=False)
     """Whether a sum or a maximum over the whole matrix was taken."""
 
@@ -68,7 +65,6 @@ class Variant:
     functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = field(default_factory=dict)
     """The function itself as "", and its hooks by name, each with its keyword-only parameters and their
     defaults; empty if an op of the package computes the variant."""
-
     sees_inputs: bool = False
     blends: bool = False
     values: dict[str, Any] = field(default_factory=dict)
