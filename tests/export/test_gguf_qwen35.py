@@ -182,6 +182,8 @@ def test_heads_and_their_scales_return_to_their_order(
     model = ternary_qwen35(group, tie_word_embeddings=group == 256)
     path = write_qwen35(tmp_path / "model.gguf", model, write, tokenizer=True)
     assert_same_model(open_checkpoint(path, "foreign"), model)
+    with pytest.raises(UserError, match=r"\(a ternary GGUF file\) is not packed: it is"):
+        open_checkpoint(path, "packed")
     import_checkpoint(path, tmp_path / "packed", packed="i2", embeddings="float32")
     assert_same_model(open_checkpoint(tmp_path / "packed"), model)
     export(tmp_path / "packed", tmp_path / "out", ExportConfig(format=f"gguf-{type}"))

@@ -156,7 +156,8 @@ def unsuited(stored: StoredModel, kinds: tuple[str, ...] = ("packed",)) -> UserE
     """Return the error for a stored model of a kind that a command does not accept, with what to do."""
     method, is_file = stored.entry.get("quant_method"), stored.folder.is_file()
     said = f"quant_method {method!r}" if method else "no quantization_config"
-    said = stored.entry["not_ternary"] if is_file else f"{said} in {CONFIG_FILE}"
+    of_file = stored.entry.get("not_ternary", "a ternary GGUF file")
+    said = of_file if is_file else f"{said} in {CONFIG_FILE}"
     refused = _REFUSED.get(" ".join(kinds), "is not a trained checkpoint of sparse-bitnet")
     remedy = _REMEDIES[stored.kind]
     if stored.kind == "trained" and kinds == ("foreign",):
