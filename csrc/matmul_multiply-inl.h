@@ -70,18 +70,24 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
   }
 }
 
-// The integer sums of group `index` of a row, of m tokens from t on and n rows, onto float sums [.., unit_row_step]:
-// dots [unit_side, unit_side], and `scales` of the rows.
-template <bool FIRST>
-INLINE void group_dots_to_floats(const GroupSums& of, std::int64_t index, const float* scales, const std::int32_t* dots,
-                                 float* sums, std::int64_t t, std::int64_t m, std::int64_t n) {
-  for (std::int64_t i = 0; i < m; ++i, dots += unit_side, sums += unit_row_step) {
-    const Sums excess = splat(of.excess(t + i, 0, index));
-    for (std::int64_t row = 0; row < n; row += row_lanes) {
-      Floats value = __builtin_convertvector(load<Sums>(dots + row) - excess, Floats) * load<Floats>(scales + row);
-      if (of.activation_scales) value = value * splat(of.activation_scales[(t + i) * of.in_row + index]);
-      store(sums + row, (FIRST ? Floats{} : load<Floats>(sums + row)) + value);
+// The integer sums of group `index` of m tokens from t on and of 32 rows, [.., unit_side], times their scales, onto
+// float sums [.., unit_row_step].
+template <bool FIRST, bool SCALED>
+TARGET static void group_dots_to_floats(const GroupSums& of, std::int64_t index, const float* row_scales, const std::int32_t* dots,
+                                 float* sums, std::int64_t t, std::int64_t m) {
+  constexpr int vectors = unit_side / row_lanes;
+  Floats scales[vectors];
+  UNROLL for (int v = 0; v < vectors; ++v) scales[v] = load<Floats>(row_scales + v * row_lanes);
+  const std::int64_t sums_a_token = of.parts * of.in_row;
+  const std::int32_t* excess = of.code_sums + t * sums_a_token + index;
+  const float* activation_scale = SCALED ? of.activation_scales + t * of.in_row + index : nullptr;
+  for (std::int64_t i = 0; i < m; ++i, dots += unit_side, sums += unit_row_step, excess += sums_a_token) {
+    UNROLL for (int v = 0; v < vectors; ++v) {
+      Floats value = __builtin_convertvector(load<Sums>(dots + v * row_lanes) - *excess, Floats) * scales[v];
+      if constexpr (SCALED) value = value * *activation_scale;
+      store(sums + v * row_lanes, (FIRST ? Floats{} : load<Floats>(sums + v * row_lanes)) + value);
     }
+    if constexpr (SCALED) activation_scale += of.in_row;
   }
 }
 
@@ -132,11 +138,11 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
           const std::int64_t from = c + g * group;
           const float* scales = scratch.scales + g * max_unit_rows + r;
           add_up(x.tiles, from, true, scratch.group_dots, unit_side);
-          if (from == 0) {
-            group_dots_to_floats<true>(of, 0, scales, scratch.group_dots, sums, t, m, n);
-          } else {
-            group_dots_to_floats<false>(of, from / group, scales, scratch.group_dots, sums, t, m, n);
-          }
+          const auto to_floats = of.activation_scales
+                                     ? from == 0 ? group_dots_to_floats<true, true> : group_dots_to_floats<false, true>
+                                 : from == 0 ? group_dots_to_floats<true, false>
+                                             : group_dots_to_floats<false, false>;
+          to_floats(of, from / group, scales, scratch.group_dots, sums, t, m);
         }
       }
     }
