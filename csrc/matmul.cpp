@@ -261,7 +261,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const bool is_gated = count > 0 && products[count - 1].gated_by;
   const bool is_long = x.tiles && !is_gated && x.stride * max_tokens_a_call > max_unit_activations;
   const std::int64_t pieces_a_thread = x.tiles ? is_long ? 2 : 4 : 8;
-  const std::int64_t most = is_long ? max_unit_rows : x.tiles ? max_rows_a_call : max_rows_without_unit;
+  const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most);
   const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;

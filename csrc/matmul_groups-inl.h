@@ -206,7 +206,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   const std::int64_t strip_bytes = strip_rows * matrix.row_stride, scale = scale_index(matrix, row);
   const std::int64_t to_next_scale = of.in_row * strip_rows;
   const std::uint8_t* words = matrix.data + row * matrix.row_stride;
-  const std::uint8_t* ahead = words + S * strip_bytes;
+  const std::uint8_t* ahead = words + S * strip_bytes - prefetch_bytes;
   // Codes of i2 are one too high.
   const std::int64_t groups = of.in_row, excess_stride = of.parts * groups;
   const std::int32_t* excess = of.code_sums + token * excess_stride;
@@ -222,13 +222,13 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
         UNROLL for (int v = 0; v < vectors; ++v) {
           block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
         }
-        UNROLL for (int k = 0; k < S; ++k, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         UNROLL for (int p = 0; p < I2Planes::count; ++p) {
           Bytes codes[vectors];
           UNROLL for (int v = 0; v < vectors; ++v) {
             codes[v] = chains > 1 ? block[v] & splat(std::uint8_t(p % 2 ? 12 : 3)) : plane(block[v], p);
             if (chains > 1 && p == 1) block[v] = shifted_down(block[v], 4);
           }
+          if (p % 2 == 0 && p / 2 < S) prefetch_with(codes[0], ahead + p / 2 * 64);
           UNROLL for (int t = 0; t < T; ++t) {
             const Bytes four = tokens.at(t, 4 * p);
             UNROLL for (int v = 0; v < vectors; ++v) {
@@ -236,6 +236,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
             }
           }
         }
+        ahead += S * 64;
         tokens.advance(strip_columns);
       }
       UNROLL for (int t = 0; t < T; ++t) {
@@ -274,15 +275,20 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
     const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
     Small small[of_strip][digits][chains] = {};
     NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b) {
-      UNROLL for (int i = 0; i < Planes::shape.vectors(); ++i) prefetch(block + i * block_bytes);
+      Bytes vectors[of_strip][Planes::shape.vectors()];
+      UNROLL for (int h = 0; h < of_strip; ++h) Planes::load_block(block + h * VECTOR_BYTES, vectors[h]);
       UNROLL for (int v = 0; v < Planes::rows; ++v, codes_at += step) {
         Bytes four[digits];
         UNROLL for (int p = 0; p < digits; ++p) four[p] = repeat4(codes_at + p * apart);
         UNROLL for (int h = 0; h < of_strip; ++h) {
-          const Bytes codes = Planes::codes(block + h * VECTOR_BYTES, v);
+          const Bytes codes = Planes::codes(vectors[h], v);
           UNROLL for (int p = 0; p < digits; ++p) {
             Small& sum = small[h][p][v % chains];
-            sum = dot_codes(sum, Planes::next(layout, codes, p), four[p]);
+            Bytes weights = Planes::next(layout, codes, p);
+            const int place = (v * of_strip + h) * digits + p;
+            const int line = line_at(place, Planes::rows * of_strip * digits, Planes::shape.vectors());
+            if (line >= 0) prefetch_with(weights, block + line * block_bytes);
+            sum = dot_codes(sum, weights, four[p]);
           }
         }
       }

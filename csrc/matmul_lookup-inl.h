@@ -12,15 +12,28 @@ struct LookupPlanes {
   // Columns from a code, and from a plane of `in_order`, to the next.
   static constexpr int code_step = shape.neighbours() ? 4 : 1, plane_step = shape.neighbours() ? 4 : block_bytes;
 
-  INLINE Bytes codes(const std::uint8_t* block, int row) {
+  // The vectors of a block, each loaded once.
+  INLINE void load_block(const std::uint8_t* from, Bytes* block) {
+    constexpr int count = shape.vectors();
+    UNROLL for (int i = 0; i < count; ++i) {
+      block[i] = load_bytes(from + i * block_bytes);
+#if defined(__x86_64__)
+      __asm__("" : "+v"(block[i]));
+#endif
+    }
+  }
+  INLINE Bytes vector_of(const Bytes* block, int i) { return block[i]; }
+  INLINE Bytes vector_of(const std::uint8_t* block, int i) { return load_bytes(block + i * block_bytes); }
+  template <class Block>
+  INLINE Bytes codes(const Block* block, int row) {
     const lookup::Places& places = shape.places(row);
-    if (places.count == 1) return load_bytes(block + block_bytes * places.fields[0].vector);
+    if (places.count == 1) return vector_of(block, places.fields[0].vector);
     Bytes codes = {};
     UNROLL for (int i = 0; i < 3; ++i) {
       const lookup::Field& field = places.fields[i];
       if (i == places.count) break;
       const int mask = ((1 << field.width) - 1) << field.to;
-      codes |= shifted_down(load_bytes(block + block_bytes * field.vector), field.from - field.to) & std::uint8_t(mask);
+      codes |= shifted_down(vector_of(block, field.vector), field.from - field.to) & std::uint8_t(mask);
     }
     return codes;
   }
@@ -62,18 +75,19 @@ TARGET __attribute__((noinline)) static void dot_strip(const lookup::Layout& lay
   for (std::int64_t b = 0; b < blocks;) {
     const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
     for (; b < end; ++b, strip += vectors * block_bytes, x += Planes::count * block_bytes) {
-      UNROLL for (int i = 0; i < vectors; ++i) prefetch(strip + i * block_bytes);
       UNROLL for (int v = 0; v < block_vectors; ++v) {
-        Bytes codes[R];
-        UNROLL for (int r = 0; r < R; ++r) codes[r] = Planes::codes(strip + v * VECTOR_BYTES, r);
-        UNROLL for (int p = 0; p < Planes::count; ++p) {
-          Bytes xs[T];
+        Bytes block[vectors], codes[R];
+        Planes::load_block(strip + v * VECTOR_BYTES, block);
+        UNROLL for (int r = 0; r < R; ++r) codes[r] = Planes::codes(block, r);
+        UNROLL for (int i = 0; i < Planes::count * R; ++i) {
+          // By rows, the codes of a line are used soon; by planes, so are the activations of several tokens.
+          const int r = T > 1 ? i % R : i / Planes::count, p = T > 1 ? i / R : i % Planes::count;
+          Bytes weights = Planes::next(layout, codes[r], p);
+          const int line = line_at(v * Planes::count * R + i, block_vectors * Planes::count * R, vectors);
+          if (line >= 0) prefetch_with(weights, strip + line * block_bytes);
           UNROLL for (int t = 0; t < T; ++t) {
-            xs[t] = load_bytes(x + t * stride + p * block_bytes + v * VECTOR_BYTES);
-          }
-          UNROLL for (int r = 0; r < R; ++r) {
-            const Bytes weights = Planes::next(layout, codes[r], p);
-            UNROLL for (int t = 0; t < T; ++t) a.small[t][r] = dot_codes(a.small[t][r], weights, xs[t]);
+            const Bytes xs = load_bytes(x + t * stride + p * block_bytes + v * VECTOR_BYTES);
+            a.small[t][r] = dot_codes(a.small[t][r], weights, xs);
           }
         }
       }

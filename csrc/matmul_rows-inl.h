@@ -5,12 +5,27 @@
 // enough ahead: every line is prefetched prefetch_bytes early, in the order of their addresses and not in
 // that of their use, which jumps between the rows that are multiplied together.
 
-constexpr std::int64_t prefetch_bytes = 8192;
+constexpr std::int64_t prefetch_bytes = 12288;
 
-// LEVEL 2 is the second cache: the first one's few line buffers would all wait for memory.
-template <int LEVEL = 2>
-INLINE void prefetch(const std::uint8_t* row) {
-  __builtin_prefetch(row + prefetch_bytes, 0, LEVEL);
+// Into the second cache: the first one's few line buffers would all wait for memory.
+INLINE void prefetch(const std::uint8_t* row) { __builtin_prefetch(row + prefetch_bytes, 0, 2); }
+
+// The same, where a kernel computes `value`: of prefetches that follow each other closely most wait, so that a third
+// less is read.
+template <class V>
+INLINE void prefetch_with(V& value, const std::uint8_t* row) {
+#if defined(__x86_64__)
+  __asm__("prefetcht1 %1" : "+v"(value) : "m"(row[prefetch_bytes]));
+#else
+  static_cast<void>(value);
+  prefetch(row);
+#endif
+}
+
+// Which of `lines` is prefetched at place i of `count` of a kernel, so that they are spread evenly; -1: none.
+constexpr int line_at(int i, int count, int lines) {
+  if (lines == 1) return i == count / 2 ? 0 : -1;
+  return i * lines % count < lines ? i * lines / count : -1;
 }
 
 struct LaneMasks {
@@ -56,6 +71,10 @@ struct B3Planes {
 constexpr int block_bytes = 64;
 constexpr int block_vectors = block_bytes / VECTOR_BYTES;
 
+// Rows of R that are multiplied at once. Halves of a line that are loaded far apart cost a sixth of the reading.
+template <int R>
+constexpr int rows_at_once = VECTOR_BYTES == 32 ? 1 : R;
+
 // Sums of R rows and T tokens; narrow ones are widened before small_dots more could not be added.
 template <int R, int T>
 struct Accumulators {
@@ -88,7 +107,6 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
           const std::uint8_t* bytes =
               row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           block[r] = load_bytes(bytes);
-          if (v == 0) prefetch(row + (b * R + r) * block_bytes);
         }
         UNROLL for (int p = 0; p < Planes::count; ++p) {
           const std::int64_t column = b * block_weights + p * block_bytes + v * VECTOR_BYTES;
@@ -97,6 +115,7 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
           UNROLL for (int t = 0; t < T; ++t) {
             const Bytes xs = load_bytes(x[t] + column);
             UNROLL for (int r = 0; r < R; ++r) {
+              if (v == 0 && p == 0 && t == 0) prefetch_with(codes[r], row + (b * R + r) * block_bytes);
               a.small[t][r] = dot_codes(a.small[t][r], codes[r], xs);
             }
           }
@@ -126,11 +145,11 @@ INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const s
           const std::uint8_t* bytes =
               row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           fractions[r] = load_bytes(bytes);
-          if (v == 0) prefetch<3>(row + (b * R + r) * block_bytes);
         }
         UNROLL for (int p = 0; p < B3Planes::count; ++p) {
           const Bytes xs = load_bytes(x + b * block_weights + p * block_bytes + v * VECTOR_BYTES);
           UNROLL for (int r = 0; r < R; ++r) {
+            if (v == 0 && p == 1) prefetch_with(fractions[r], row + (b * R + r) * block_bytes);
             before[r] = dot_codes(before[r], fractions[r], xs);
             fractions[r] += fractions[r] + fractions[r];
             after[r] = dot_codes(after[r], fractions[r], xs);
@@ -146,32 +165,43 @@ INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const s
 template <int R>
 INLINE void dot_shifted(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* x, std::int64_t blocks,
                         Accumulators<R, 1>& a) {
-  constexpr std::int64_t chunk = (small_dots < 1024 ? small_dots : 1024) / (16 * block_vectors / 2);
-  Accumulators<R, 1> fourfold = {};
-  for (std::int64_t b = 0; b < blocks;) {
-    const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
-    for (; b < end; ++b) {
-      UNROLL for (int v = 0; v < block_vectors; ++v) {
-        Bytes block[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-          block[r] = load_bytes(row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES);
-          if (v == 0) prefetch(row + (b * R + r) * block_bytes);
-        }
-        UNROLL for (int p = 0; p < 4; p += 2) {
-          const std::int8_t* at = x + b * 4 * block_bytes + p * block_bytes + v * VECTOR_BYTES;
-          const Bytes low = load_bytes(at), high = load_bytes(at + block_bytes);
-          UNROLL for (int r = 0; r < R; ++r) {
-            a.small[0][r] = dot_codes(a.small[0][r], block[r] & 3, low);
-            fourfold.small[0][r] = dot_codes(fourfold.small[0][r], block[r] & 12, high);
-            if (p == 0) block[r] = shifted_down(block[r], 4);
+  constexpr bool is_narrow = small_dots < 1024;
+  // Sums of a row that do not wait for each other: of planes and of vectors.
+  constexpr int rows = rows_at_once<R>, planes = rows > 1 ? 2 : 4, vectors = rows > 1 || is_narrow ? 1 : block_vectors;
+  constexpr int places = 4 * rows * block_vectors;
+  constexpr std::int64_t chunk = (is_narrow ? small_dots : 1 << 20) * planes / (16 * block_vectors);
+  UNROLL for (int first = 0; first < R; first += rows, row += rows * matrix.row_stride) {
+    Sums fourfold[rows] = {};
+    for (std::int64_t b = 0; b < blocks;) {
+      const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
+      Small small[rows][planes][vectors] = {};
+      NO_UNROLL for (; b < end; ++b) {
+        UNROLL for (int v = 0; v < block_vectors; ++v) {
+          Bytes block[rows];
+          UNROLL for (int r = 0; r < rows; ++r) {
+            block[r] = load_bytes(row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES);
+          }
+          UNROLL for (int p = 0; p < 4; ++p) {
+            const Bytes xs = load_bytes(x + (4 * b + p) * block_bytes + v * VECTOR_BYTES);
+            UNROLL for (int r = 0; r < rows; ++r) {
+              Bytes codes = block[r] & splat(std::uint8_t(p % 2 ? 12 : 3));
+              const int line = line_at((4 * v + p) * rows + r, places, rows);
+              if (line >= 0) prefetch_with(codes, row + (b * rows + line) * block_bytes);
+              small[r][p % planes][v % vectors] = dot_codes(small[r][p % planes][v % vectors], codes, xs);
+              if (p == 1) block[r] = shifted_down(block[r], 4);
+            }
           }
         }
       }
+      UNROLL for (int r = 0; r < rows; ++r) {
+        UNROLL for (int i = 0; i < planes * vectors; ++i) {
+          Sums& sums = i % 2 ? fourfold[r] : a.sums[0][first + r];
+          sums = widen(sums, small[r][i % planes][i / planes]);
+        }
+      }
     }
-    widen_all(a);
-    widen_all(fourfold);
+    UNROLL for (int r = 0; r < rows; ++r) a.sums[0][first + r] += fourfold[r] >> 2;
   }
-  UNROLL for (int r = 0; r < R; ++r) a.sums[0][r] += fourfold.sums[0][r] >> 2;
 }
 
 template <class Planes, int R, int T>
@@ -215,21 +245,28 @@ INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std:
 template <int R, int T>
 INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row,
                           const std::int8_t* const* x, Accumulators<R, T>& a) {
-  // Whatever lies behind a row meets activations of zero.
-  for (std::int64_t c = 0; c < matrix.columns; c += block_bytes) {
-    UNROLL for (int r = 0; r < R; ++r) prefetch(row + c * R + r * block_bytes);
-    UNROLL for (int v = 0; v < block_vectors; ++v) {
-      const std::int64_t column = c + v * VECTOR_BYTES;
-      Bytes weights[R];
-      UNROLL for (int r = 0; r < R; ++r) {
-        weights[r] = load_bytes(row + r * matrix.row_stride + column);
-      }
-      UNROLL for (int t = 0; t < T; ++t) {
-        const Bytes xs = load_bytes(x[t] + column);
-        UNROLL for (int r = 0; r < R; ++r) {
-          a.sums[t][r] = dot_int8(a.sums[t][r], weights[r], xs);
+  constexpr int rows = rows_at_once<R>, vectors = rows > 1 ? 1 : block_vectors, places = T * rows * block_vectors;
+  UNROLL for (int first = 0; first < R; first += rows, row += rows * matrix.row_stride) {
+    Sums sums[T][rows][vectors] = {};
+    // Whatever lies behind a row meets activations of zero.
+    NO_UNROLL for (std::int64_t c = 0; c < matrix.columns; c += block_bytes) {
+      UNROLL for (int v = 0; v < block_vectors; ++v) {
+        const std::int64_t column = c + v * VECTOR_BYTES;
+        Bytes weights[rows];
+        UNROLL for (int r = 0; r < rows; ++r) weights[r] = load_bytes(row + r * matrix.row_stride + column);
+        UNROLL for (int t = 0; t < T; ++t) {
+          const Bytes xs = load_bytes(x[t] + column);
+          UNROLL for (int r = 0; r < rows; ++r) {
+            const int line = line_at((v * T + t) * rows + r, places, rows);
+            if (line >= 0) prefetch_with(weights[r], row + c * rows + line * block_bytes);
+            sums[t][r][v % vectors] = dot_int8(sums[t][r][v % vectors], weights[r], xs);
+          }
         }
       }
+    }
+    UNROLL for (int i = 0; i < T * rows * vectors; ++i) {
+      const int t = i / vectors / rows, r = i / vectors % rows;
+      a.sums[t][first + r] += sums[t][r][i % vectors];
     }
   }
 }
