@@ -68,8 +68,8 @@ NB_MODULE(_cpu, module) {
           [](const Kernels& self, Address weight, Dtype dtype, std::int64_t groups, int n, int m,
              Address mask, int threads) {
             require_groups(groups, n, m);
-            nm_mask(self, pointer<const void>(weight), dtype, groups, n, m,
-                    pointer<std::uint8_t>(mask), threads);
+            select_ternary(self, pointer<const void>(weight), dtype, 1, groups, n, m, nullptr,
+                           pointer<std::uint8_t>(mask), threads);
           },
           "weight"_a, "dtype"_a, "groups"_a, "n"_a, "m"_a, "mask"_a, "threads"_a, unlocked)
       .def(
@@ -89,6 +89,15 @@ NB_MODULE(_cpu, module) {
             return absmean(self, pointer<const void>(weight), dtype, count, threads);
           },
           "weight"_a, "dtype"_a, "count"_a, "threads"_a, unlocked)
+      .def(
+          "quantize_groups",
+          [](const Kernels& self, Address weight, Dtype dtype, std::int64_t groups, std::int64_t size,
+             Address codes, Address weight_scale, int threads) {
+            require_array(groups, size);
+            quantize_groups(self, pointer<const void>(weight), dtype, groups, size,
+                            pointer<std::int8_t>(codes), pointer<float>(weight_scale), threads);
+          },
+          "weight"_a, "dtype"_a, "groups"_a, "size"_a, "codes"_a, "weight_scale"_a, "threads"_a, unlocked)
       .def(
           "quantize_int8",
           [](const Kernels& self, Address x, Dtype dtype, std::int64_t tokens, std::int64_t features,

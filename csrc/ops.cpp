@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t piece_bytes = 1 << 18;
 
 // Another thread gains something from this many input bytes on; less stays on the calling thread.
-constexpr std::int64_t bytes_per_thread = 1 << 20;
+constexpr std::int64_t bytes_per_thread = 1 << 18;
 
 // Calls body(begin, end) for consecutive pieces of `size` of [0, count), on up to `threads` threads, the
 // calling one among them: those of the OpenMP runtime that PyTorch has loaded. Bodies must not throw.
@@ -63,20 +63,13 @@ const std::uint8_t* at(const void* base, std::int64_t index, Dtype dtype) {
   return static_cast<const std::uint8_t*>(base) + index * std::int64_t(bytes_of(dtype));
 }
 
-}  // namespace
-
-void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
-             std::uint8_t* mask, int threads) {
-  const std::int64_t bytes = m * bytes_of(dtype);
-  const int team = useful_threads(threads, groups * bytes);
-  parallel_for(groups, items_per_piece(bytes), team, [&](std::int64_t begin, std::int64_t end) {
-    if (n == m) {
-      std::memset(mask + begin * m, 1, (end - begin) * m);
-    } else {
-      kernels.vector.nm_mask(at(weight, begin * m, dtype), dtype, end - begin, n, m, mask + begin * m);
-    }
-  });
+// A weight scale: the mean of `count` magnitudes, at least 1e-5.
+float scale_of(double sum, std::int64_t count) {
+  const float mean = float(sum / double(count));
+  return mean < 1e-5f ? 1e-5f : mean;
 }
+
+}  // namespace
 
 void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, float weight_scale,
                     std::int64_t groups, int n, int m, std::int8_t* codes, std::uint8_t* mask,
@@ -86,8 +79,11 @@ void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, flo
   parallel_for(groups, items_per_piece(bytes), team, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * m, count = (end - begin) * m;
     if (n == m) {
-      kernels.vector.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
       std::memset(mask + first, 1, count);
+      if (codes == nullptr) return;
+      kernels.vector.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
+    } else if (codes == nullptr) {
+      kernels.vector.nm_mask(at(weight, first, dtype), dtype, end - begin, n, m, mask + first);
     } else {
       kernels.vector.select_ternary(at(weight, first, dtype), dtype, weight_scale, end - begin, n, m,
                              codes + first, mask + first);
@@ -108,8 +104,20 @@ float absmean(const Kernels& kernels, const void* weight, Dtype dtype, std::int6
   });
   double total = 0;
   for (double sum : sums) total += sum;
-  const float mean = float(total / double(count));
-  return mean < 1e-5f ? 1e-5f : mean;
+  return scale_of(total, count);
+}
+
+void quantize_groups(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups,
+                     std::int64_t size, std::int8_t* codes, float* weight_scale, int threads) {
+  const std::int64_t bytes = size * bytes_of(dtype);
+  const int team = useful_threads(threads, groups * bytes);
+  parallel_for(groups, items_per_piece(bytes), team, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t g = begin; g < end; ++g) {
+      const void* group = at(weight, g * size, dtype);
+      weight_scale[g] = scale_of(kernels.vector.sum_magnitudes(group, dtype, size), size);
+      kernels.vector.dense_ternary(group, dtype, weight_scale[g], size, codes + g * size);
+    }
+  });
 }
 
 void quantize_int8(const Kernels& kernels, const void* x, Dtype dtype, std::int64_t tokens,

@@ -20,14 +20,16 @@ inline std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 
 // so that its result depends neither on the thread count nor on the instruction set.
 constexpr std::int64_t sum_block = 1 << 16;
 
-// Whole operations on up to `threads` threads. n == m is dense: all weights are kept.
-void nm_mask(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
-             std::uint8_t* mask, int threads);
+// Whole operations on up to `threads` threads. n == m is dense: all weights are kept. `codes` may be
+// null: the mask alone.
 void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, float weight_scale,
                     std::int64_t groups, int n, int m, std::int8_t* codes, std::uint8_t* mask,
                     int threads);
 // mean(|weight|), at least 1e-5.
 float absmean(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t count, int threads);
+// Codes and scale, as of a dense matrix, of each of `groups` runs of `size` weights.
+void quantize_groups(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t groups,
+                     std::int64_t size, std::int8_t* codes, float* weight_scale, int threads);
 void quantize_int8(const Kernels& kernels, const void* x, Dtype dtype, std::int64_t tokens,
                    std::int64_t features, std::int8_t* codes, float* activation_scale, int threads);
 

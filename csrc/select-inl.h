@@ -197,6 +197,7 @@ TARGET static void dense_codes(const void* weight, T threshold, std::int64_t cou
   const T* w = static_cast<const T*>(weight);
   std::int64_t i = 0;
   for (; i + tile <= count; i += tile) dense_tile<T>(w + i, threshold, codes + i);
+  if (i == count) return;
   T last[tile] = {};
   std::int8_t last_codes[tile];
   for (std::int64_t k = i; k < count; ++k) last[k - i] = w[k];

@@ -89,6 +89,7 @@ def large_case(dtype: torch.dtype) -> dict:
         "scale": scale,
         "selections": {(n, m): select_ternary_reference(weight, scale, n, m) for n, m in patterns},
         "int8": quantize_int8_reference(weight),
+        "groups": torch.ops.sparse_bitnet.quantize_groups(weight.double(), 64),  # the reference
     }
 
 
@@ -100,13 +101,12 @@ def test_large_matrices_on_several_threads_equal_the_reference(isa, dtype, threa
     kernels = cpu.Kernels(isa, threads)
     assert_same(kernels.absmean(weight), scale)
     for (n, m), selection in expected["selections"].items():
-        for ours, theirs in zip(
-            kernels.select_ternary(weight, scale, n, m), selection, strict=True
-        ):
-            assert_same(ours, theirs)
+        for pair in zip(kernels.select_ternary(weight, scale, n, m), selection, strict=True):
+            assert_same(*pair)
         assert_same(kernels.nm_mask(weight, n, m), selection[1])
-    for ours, theirs in zip(kernels.quantize_int8(weight), expected["int8"], strict=True):
-        assert_same(ours, theirs)
+    ours = *kernels.quantize_int8(weight), *kernels.quantize_groups(weight, 64)
+    for pair in zip(ours, (*expected["int8"], *expected["groups"]), strict=True):
+        assert_same(*pair)
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 65535, 65536, 65537, 200_001])

@@ -160,7 +160,8 @@ def _quantized(
         raise UserError(f"quantizer {quantizer.text}: its codes are not -1, 0 and 1")
     # A process that holds one row has one scale per row all the same.
     one = scale.numel() == 1 and not is_part
-    return codes if mask is None else codes * mask, scale.view(()) if one else scale
+    codes = codes if mask is None else codes * mask.view(torch.int8)
+    return codes, scale.view(()) if one else scale
 
 
 def _checked(variant: Variant, result: Tensor, weight: Tensor) -> Tensor:

@@ -37,24 +37,14 @@ class Kernels:
     def nm_mask(self, weight: Tensor, n: int, m: int) -> Tensor:
         """See `ops.nm_mask`."""
         weight = weight.contiguous()
-        mask = torch.empty(weight.shape, dtype=torch.bool)
-        self._kernels.nm_mask(
-            weight.data_ptr(),
-            _DTYPES[weight.dtype],
-            weight.numel() // m,
-            n,
-            m,
-            mask.data_ptr(),
-            self.threads,
-        )
+        mask, groups = torch.empty(weight.shape, dtype=torch.bool), weight.numel() // m
+        self._kernels.nm_mask(*_at(weight), groups, n, m, mask.data_ptr(), self.threads)
         return mask
 
     def absmean(self, weight: Tensor) -> Tensor:
         """See `ops.absmean`."""
         weight = weight.contiguous()
-        mean = self._kernels.absmean(
-            weight.data_ptr(), _DTYPES[weight.dtype], weight.numel(), self.threads
-        )
+        mean = self._kernels.absmean(*_at(weight), weight.numel(), self.threads)
         return torch.tensor(mean, dtype=torch.float32)
 
     def select_ternary(
@@ -64,31 +54,30 @@ class Kernels:
         weight = weight.contiguous()
         codes = torch.empty(weight.shape, dtype=torch.int8)
         mask = torch.empty(weight.shape, dtype=torch.bool)
-        self._kernels.select_ternary(
-            weight.data_ptr(),
-            _DTYPES[weight.dtype],
-            weight_scale.item(),
-            weight.numel() // m,
-            n,
-            m,
-            codes.data_ptr(),
-            mask.data_ptr(),
-            self.threads,
-        )
+        where, groups = (codes.data_ptr(), mask.data_ptr()), weight.numel() // m
+        scale = weight_scale.item()
+        self._kernels.select_ternary(*_at(weight), scale, groups, n, m, *where, self.threads)
         return codes, mask
+
+    def quantize_groups(self, weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See `ops.quantize_groups`."""
+        weight = weight.contiguous()
+        codes = torch.empty(weight.shape, dtype=torch.int8)
+        scale = torch.empty((*weight.shape[:-1], weight.shape[-1] // size), dtype=torch.float32)
+        sizes, where = (scale.numel(), size), (codes.data_ptr(), scale.data_ptr())
+        self._kernels.quantize_groups(*_at(weight), *sizes, *where, self.threads)
+        return codes, scale
 
     def quantize_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `ops.quantize_int8`."""
         x = x.contiguous()
         codes = torch.empty(x.shape, dtype=torch.int8)
-        activation_scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
-        self._kernels.quantize_int8(
-            x.data_ptr(),
-            _DTYPES[x.dtype],
-            activation_scale.numel(),
-            x.shape[-1],
-            codes.data_ptr(),
-            activation_scale.data_ptr(),
-            self.threads,
-        )
-        return codes, activation_scale
+        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+        sizes, where = (scale.numel(), x.shape[-1]), (codes.data_ptr(), scale.data_ptr())
+        self._kernels.quantize_int8(*_at(x), *sizes, *where, self.threads)
+        return codes, scale
+
+
+def _at(values: Tensor) -> tuple[int, _cpu.Dtype]:
+    """Return address and type of contiguous values."""
+    return values.data_ptr(), _DTYPES[values.dtype]

@@ -32,24 +32,16 @@ def nm_mask_reference(weight: Tensor, n: int, m: int) -> Tensor:
     """Compare and count: m passes over the weights, no sorting. Defines what every kernel returns."""
     if n == m:
         return torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
-    keys = _magnitude_keys(weight.contiguous()).unflatten(-1, (-1, m))
+    # As integers, the bits of |weight| have a total order (NaN above infinity) and no flush-to-zero mode.
+    wide = weight.dtype == torch.float64
+    magnitudes = (weight if wide else weight.float()).contiguous().abs()
+    keys = magnitudes.view(torch.int64 if wide else torch.int32).unflatten(-1, (-1, m))
     lane = torch.arange(m, device=weight.device)
     ahead = torch.zeros(keys.shape, dtype=torch.int8, device=weight.device)
     for j in range(m):
         other = keys[..., j : j + 1]
         ahead += (other > keys) | ((other == keys) & (lane > j))
     return (ahead < n).flatten(-2)
-
-
-def _magnitude_keys(weight: Tensor) -> Tensor:
-    """Return integers that order like |weight|: the bits of the absolute value.
-
-    Comparing integers gives a total order (NaN above infinity), the same one in every kernel, and it is
-    exact: no comparison depends on flush-to-zero modes.
-    """
-    if weight.dtype == torch.float64:
-        return weight.abs().view(torch.int64)
-    return weight.float().abs().view(torch.int32)
 
 
 define("nm_mask(Tensor weight, int n, int m) -> Tensor", nm_mask_reference, takes=takes_groups)

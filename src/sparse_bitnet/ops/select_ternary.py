@@ -78,6 +78,17 @@ def select_ternary_reference(
     return codes * mask, mask
 
 
+def quantize_groups_reference(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Do `quantize_ternary` for each run of `size` weights of a row.
+
+    Returns int8 codes of the shape of `weight`, and float32 scales [..., in_features / size].
+    """
+    runs = weight.unflatten(-1, (-1, size))
+    scale = mean_to_scale(runs.abs().sum(-1, dtype=torch.float64), size)
+    codes = (runs.float() / scale.unsqueeze(-1)).round().clamp(-1, 1).to(torch.int8)
+    return codes.flatten(-2), scale
+
+
 def select_ternary_bits_reference(
     weight: Tensor, weight_scale: Tensor, n: int, m: int
 ) -> tuple[Tensor, Tensor]:
@@ -96,6 +107,11 @@ def _takes(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> bool:
 
 
 define("absmean(Tensor weight) -> Tensor", absmean_reference, takes=takes_values)
+define(
+    "quantize_groups(Tensor weight, int size) -> (Tensor codes, Tensor weight_scale)",
+    quantize_groups_reference,
+    takes=lambda weight, size: takes_values(weight),
+)
 select_ternary = define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
     select_ternary_reference,

@@ -129,7 +129,7 @@ def absmax(weight: "Tensor", mask: "Tensor | None", *, matrix: Matrix) -> Quanti
 @register_quantizer("per-channel")
 def per_channel(weight: "Tensor", mask: "Tensor | None") -> Quantized:
     """Round to multiples of mean |w|, one scale per row (as in Nagel et al., 2021, section 2.2.3)."""
-    return _rounded(weight, weight.float().abs().mean(-1, keepdim=True).clamp_min(_FLOOR))
+    return per_group(weight, mask, size=weight.shape[-1])
 
 
 @register_quantizer("per-group")
@@ -140,8 +140,9 @@ def per_group(weight: "Tensor", mask: "Tensor | None", *, size: int = 64) -> Qua
         raise UserError(
             f"quantizer per-group: size={size} does not divide a row of {weight.shape[-1]} weights"
         )
-    codes, scale = per_channel(weight.unflatten(-1, (-1, size)), mask)
-    return codes.flatten(-2), scale.squeeze(-1)
+    import torch
+
+    return torch.ops.sparse_bitnet.quantize_groups(weight, size)
 
 
 @register_quantizer("twn")

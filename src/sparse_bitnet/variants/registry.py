@@ -223,7 +223,7 @@ def find(kind: str, text: Any) -> Variant:
             raise UserError(f"{kind}={text}: {setting!r} is not field=value with one of: {fields}")
         values[field_name] = _read(f"{kind}={text}", defaults[field_name], value)
     changed = {k: values[k] for k in defaults if values.get(k, defaults[k]) != defaults[k]}
-    return replace(entry, values=changed)
+    return replace(entry, values=changed) if changed else entry
 
 
 def _read(where: str, default: Any, text: str) -> Any:
