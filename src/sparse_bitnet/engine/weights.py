@@ -10,6 +10,7 @@ stored and run-time format agree can instead be memory-mapped; they are only che
 import ctypes
 import json
 import mmap
+import os
 import platform
 import time
 from contextlib import suppress
@@ -34,6 +35,8 @@ _TABLE_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float32": 32}
 _ALIGNMENT = 64
 _SLACK = 512
 """Readable bytes behind the last row."""
+_SHARED_SCALES = 1 << 23
+"""Scales in one array: NumPy takes huge pages for it, but not for those of one matrix."""
 
 _BYTES = 64 << 20
 """Weights of a measurement: more than caches hold, so that reading memory competes with unpacking."""
@@ -68,7 +71,9 @@ def choose_format(
     processor = cpu_info().get("model name") or platform.processor()
     coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
     scaled = f" | scales per {group}" if group else ""
-    key = f"{__version__} | {processor} | {kernels.isa} | {pool.threads} threads | {coded}{scaled}"
+    build = os.stat(_cpu.__file__).st_mtime_ns  # kernels of one version differ, too
+    machine = f"{processor} | {kernels.isa} | {pool.threads} threads"
+    key = f"{__version__} {build} | {machine} | {coded}{scaled}"
     path, known = cache_folder() / "formats.json", {}
     with suppress(OSError, ValueError, TypeError, RecursionError):
         known = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -203,6 +208,7 @@ class Weights:
         """
         self._model, self._kernels, self._pool = model, kernels, pool
         self.kept: list[Any] = []
+        self._free_scales = np.empty(0, np.float32)
         self._mapped: np.ndarray | None = None
         with os_errors_as(f"cannot read {model.file.path}"), open(model.file.path, "rb") as file:
             self._descriptor = file.fileno()
@@ -335,9 +341,12 @@ class Weights:
             filled[:rows] = values
             scales = filled.reshape(-1, _cpu.STRIP_ROWS, groups).swapaxes(1, 2)
             more = {"group": group, "scale_type": _cpu.ScaleType[kind]}
-        scales = np.ascontiguousarray(scales)
-        self.kept.append(scales)
-        return {"scales": scales.ctypes.data, **more}
+        if scales.dtype != self._free_scales.dtype or scales.size > self._free_scales.size:
+            self._free_scales = np.empty(max(scales.size, _SHARED_SCALES), scales.dtype)
+        kept, self._free_scales = np.split(self._free_scales, [scales.size])
+        kept[:] = scales.ravel()
+        self.kept.append(kept)
+        return {"scales": kept.ctypes.data, **more}
 
     def _fill(
         self,
