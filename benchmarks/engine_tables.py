@@ -71,8 +71,11 @@ def bonsai() -> str:
     columns += [("prefill", "{prefill:.1f}"), ("decode", "{decode:.1f}"), ("bandwidth", "{share}")]
     rows: dict[tuple, Row] = {}
     for row in (each for each in read("bonsai") if "phase" in each):
-        key = row["model"], row.get("engine", OURS)  # `sparse-bitnet bench` has run ours alone
-        own = rows.setdefault(key, {"engine": OURS, "type": row.get("weight_format"), **row})
+        alone = {
+            "engine": f"{OURS}, alone",
+            "type": row.get("weight_format"),
+        }  # by `sparse-bitnet bench`
+        own = rows.setdefault((row["model"], row.get("engine")), alone | row)
         own[row["phase"]] = row["tokens_per_second"]
         own["share"] = f"{row['memory_share']:.0%}" if row.get("memory_share") else "-"
     return filled(columns, [*rows.values()], "python benchmarks/peers.py --model M --type tq2_0")
