@@ -71,10 +71,7 @@ def bonsai() -> str:
     columns += [("prefill", "{prefill:.1f}"), ("decode", "{decode:.1f}"), ("bandwidth", "{share}")]
     rows: dict[tuple, Row] = {}
     for row in (each for each in read("bonsai") if "phase" in each):
-        alone = {
-            "engine": f"{OURS}, alone",
-            "type": row.get("weight_format"),
-        }  # by `sparse-bitnet bench`
+        alone = {"engine": f"{OURS}, alone", "type": row.get("weight_format")}
         own = rows.setdefault((row["model"], row.get("engine")), alone | row)
         own[row["phase"]] = row["tokens_per_second"]
         own["share"] = f"{row['memory_share']:.0%}" if row.get("memory_share") else "-"
