@@ -317,13 +317,13 @@ def test_a_group_of_products_shares_one_call(kernels, tokens):
         assert_same(y, expected(weights, x, bias))
 
 
-@pytest.mark.parametrize("width", [7808, 7809])
-def test_long_rows_and_large_outputs_equal_the_reference_bit_for_bit(kernels, width):
+@pytest.mark.parametrize(("format", "width"), [("lookup", 7808), ("int8", 7808), ("i2", 7809)])
+def test_long_rows_and_large_outputs_equal_the_reference_bit_for_bit(kernels, format, width):
     # On a matrix unit many rows meet half as many tokens; whole lines of y go past the caches.
     generator = np.random.default_rng(8)
-    weights = draw_weights(generator, "lookup", NMPattern(6, 8), 530, 2304)
+    weights = draw_weights(generator, format, NMPattern(6, 8), 530, 2304)
     pool = _cpu.ThreadPool(1)
-    x = Quantized(kernels, pool, draw_x(generator, 270, 2304), fine=False)
+    x = Quantized(kernels, pool, draw_x(generator, 270, 2304), fine=format == "int8")
     (y,) = run(kernels, pool, x, [weights], [None], padding=width - 530)
     assert_same(y, expected(weights, x, None))
 
