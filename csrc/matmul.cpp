@@ -258,7 +258,8 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t work = rows * x.columns * x.tokens;
   const int threads =
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
-  const bool is_gated = count > 0 && products[count - 1].gated_by;
+  // Of a gated product alone, y is the gate already.
+  const bool is_gated = count > 0 && products[count - 1].gated_by, has_gate = is_gated && count == 1;
   const bool is_long = x.tiles && !is_gated && x.stride * max_tokens_a_call > max_unit_activations;
   const std::int64_t pieces_a_thread = x.tiles ? is_long ? 2 : 4 : 8;
   const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
@@ -278,15 +279,16 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
       const Activations tokens = token_range(x, t, std::min(t + tokens_a_call, x.tokens));
       float* y = product->y + t * product->y_stride + begin;
       const bool streams = x.tiles && x.tokens * product->y_stride > least_streamed;
-      for (int i = 0; i < (is_gated ? 2 : 1); ++i) {
-        Product part = product[i];
+      for (int i = has_gate ? 1 : 0; i < (is_gated ? 2 : 1); ++i) {
+        Product part = product[has_gate ? 0 : i];
         part.y = is_gated ? scratch.gated[0][i] - begin : y - begin;
         if (is_gated) part.y_stride = 2 * max_rows_a_call;
         part.streams = streams && !is_gated;
         kernels.matmul.multiply(tokens, sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
       }
       for (std::int64_t i = 0; i < tokens.tokens && is_gated; ++i, y += product->y_stride) {
-        kernels.vector.gated(*product[1].gated_by, scratch.gated[i][0], scratch.gated[i][1], end - begin, y, streams);
+        kernels.vector.gated(*products[count - 1].gated_by, has_gate ? y : scratch.gated[i][0], scratch.gated[i][1],
+                             end - begin, y, streams);
       }
     }
   };
