@@ -268,7 +268,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = group_sums(kernels, pool, x, group);
-  // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gating product to the
+  // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
   // one before.
   const auto pieces_of = [&](const Product& product) {
     return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, size);

@@ -15,27 +15,34 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_EXPORTED = {
-    "pattern": "NMPattern",
-    "ops.nm_mask": "nm_mask",
-    "ops.mask_words": "mask_flip_rate",
-    "ops.select_ternary": "absmean quantize_ternary",
-    "ops.quantize_int8": "quantize_int8",
-    "nn.straight_through": "fake_quantize_ternary fake_quantize_int8",
-    "layer_config": "SparseBitConfig",
-    "nn.layer": "SparseBitLinear",
-    "nn.convert": "convert_ sparse_layers selected",
-    "checkpoint.build_model": "build_model",
-    "checkpoint.hub": "save_pretrained",
-    "checkpoint.load": "from_pretrained",
-    "variants.registry": "register_score register_quantizer register_activation register_schedule",
-    "engine.engine": "Engine",
-    "engine.engine_options": "EngineOptions",
-    "generation.open_model": "OpenModel open_model",
-    "training.callback": "SparseBitCallback",
-    "errors": "UserError",
+_PUBLIC = {
+    "NMPattern": "pattern",
+    "nm_mask": "ops.nm_mask",
+    "mask_flip_rate": "ops.mask_words",
+    "absmean": "ops.select_ternary",
+    "quantize_ternary": "ops.select_ternary",
+    "quantize_int8": "ops.quantize_int8",
+    "fake_quantize_ternary": "nn.straight_through",
+    "fake_quantize_int8": "nn.straight_through",
+    "SparseBitConfig": "layer_config",
+    "SparseBitLinear": "nn.layer",
+    "convert_": "nn.convert",
+    "sparse_layers": "nn.convert",
+    "selected": "nn.convert",
+    "build_model": "checkpoint.build_model",
+    "save_pretrained": "checkpoint.hub",
+    "from_pretrained": "checkpoint.load",
+    "register_score": "variants.registry",
+    "register_quantizer": "variants.registry",
+    "register_activation": "variants.registry",
+    "register_schedule": "variants.registry",
+    "Engine": "engine.engine",
+    "EngineOptions": "engine.engine_options",
+    "OpenModel": "generation.open_model",
+    "open_model": "generation.open_model",
+    "SparseBitCallback": "training.callback",
+    "UserError": "errors",
 }
-_PUBLIC = {name: module for module, names in _EXPORTED.items() for name in names.split()}
 
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
 

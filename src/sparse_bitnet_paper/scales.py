@@ -36,10 +36,13 @@ class Size:
 
     model: str
     """Preset name."""
+
     steps: int
     """Optimiser steps of every run of this size."""
+
     seeds: int
     """Seeds of the four models of table 2 at this size."""
+
     search: tuple[float, ...] = ()
     """Learning rates that the search tries for each of the four models; empty: no search."""
 
@@ -52,28 +55,40 @@ class Scale:
     summary: str
     text: Mapping[str, Any]
     """Training text as arguments of `prepare`: source, vocab_size or tokenizer, column, limit_bytes."""
+
     sizes: tuple[Size, ...]
     """The sizes of table 2, small to large."""
+
     main: str
     """The size (a model of `sizes`) of all other experiments; the paper's is its smallest, 0.5B."""
+
     seeds: Mapping[str, int]
     """Number of seeds of each other experiment; see `runs.EXPERIMENTS`."""
+
     recipe: TrainConfig
     """Settings that all runs share: batch, sequence length, learning rate and schedule, optimiser."""
+
     pattern: str = "6:8"
     """Pattern of the sparse models of table 2."""
+
     dense_layers: tuple[str, ...] = ()
     """Layers that stay ordinary linear layers in all runs; see `SparseBitConfig`."""
+
     patterns: tuple[str, ...] = PAPER_SWEEP
     """Patterns of the sweep, dense first."""
+
     sparse_percents: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Shares of sparse steps of the dense-to-sparse schedules."""
+
     validations: int = 10
     """Points of each run's validation curve."""
+
     snapshots: int = 16
     """Points of training at which the weights of dense runs are measured, besides the initial ones."""
+
     needs_gpu: bool = False
     """Whether it is only planned, not trained, on a machine without a GPU."""
+
     workers: int | None = None
     """Runs trained at once; None: as many as there are cores for."""
 
@@ -251,10 +266,16 @@ class QuickstartConfig(DenseLayersOption):
         pattern = NMPattern.parse(self.pattern)
         if pattern.is_dense:
             raise UserError(f"pattern={self.pattern} is dense; choose one that prunes, like 6:8")
-        names = ("model", "steps", "batch_size", "sequence_length", "learning_rate")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
         recipe = TrainConfig(
-            **given, warmup_fraction=0.1, validation_tokens=16384, layer_metrics_every=0, threads=1
+            model=self.model,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            learning_rate=self.learning_rate,
+            warmup_fraction=0.1,
+            validation_tokens=16384,
+            layer_metrics_every=0,
+            threads=1,
         )
         format = SparseBitConfig(pattern=pattern, dense_layers=self.dense_globs)
         linears = find_preset(self.model).linears

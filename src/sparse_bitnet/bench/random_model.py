@@ -48,10 +48,17 @@ def _sizes(
     model_type: str, hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, tied: bool
 ) -> dict[str, Any]:
     return {
-        **{"model_type": model_type, "dtype": "float32", "hidden_size": hidden},
-        **{"intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"num_key_value_heads": kv, "vocab_size": vocab, "max_position_embeddings": 40960},
-        **{"hidden_act": "silu", "rms_norm_eps": 1e-6},
+        "model_type": model_type,
+        "dtype": "float32",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "tie_word_embeddings": tied,
         "bos_token_id": None,

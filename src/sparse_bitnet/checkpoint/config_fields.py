@@ -17,8 +17,11 @@ WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attentio
 """Values in `layer_types`; the first two are keys of Gemma's `rope_parameters`, too."""
 
 LINEAR_SIZES = {
-    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
-    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 """Fields of Qwen3.5's linear attention with transformers' defaults."""
 

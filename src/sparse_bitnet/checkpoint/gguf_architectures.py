@@ -31,7 +31,10 @@ _GEMMA_NORMS: dict[str, Part] = {
     "ffn_norm": ("pre_feedforward_layernorm", "hidden"),
     "post_ffw_norm": ("post_feedforward_layernorm", "hidden"),
 }
-_HEAD_NORMS: dict[str, Part] = {f"attn_{n}_norm": (f"self_attn.{n}_norm", "head") for n in "qk"}
+_HEAD_NORMS: dict[str, Part] = {
+    "attn_q_norm": ("self_attn.q_norm", "head"),
+    "attn_k_norm": ("self_attn.k_norm", "head"),
+}
 _ROTATED_NORMS: dict[str, Part] = {
     "attn_q_norm": ("self_attn.query_layernorm", "head"),
     "attn_k_norm": ("self_attn.key_layernorm", "head"),

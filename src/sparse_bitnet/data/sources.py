@@ -42,12 +42,16 @@ class TextSource:
     train: "Source"
     validation: "Source | None" = None
     """Source of the validation text; None: the part that `train` holds out."""
+
     limit_bytes: int | None = None
     """Stop `train` after the document that reaches this many bytes of text; it is not cut."""
+
     grouped: bool = False
     """Near-duplicates do not lie on both sides of the split (`near_duplicates`)."""
+
     beside: "TextSource | None" = None
     """Plain text that follows the conversations of `train`, all of it for training."""
+
     _moved: dict[int, str | None] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -278,8 +282,14 @@ class HubSource:
 
     def describe(self) -> dict[str, Any]:
         """Return the data set and the options that identify the text."""
-        names = ("name", "config", "split", "column", "validation_fraction")
-        return {"kind": "hub", **{name: getattr(self, name) for name in names}}
+        return {
+            "kind": "hub",
+            "name": self.name,
+            "config": self.config,
+            "split": self.split,
+            "column": self.column,
+            "validation_fraction": self.validation_fraction,
+        }
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents as the hub streams them."""

@@ -213,8 +213,12 @@ def _decoder_model(
     frequencies = [np.ascontiguousarray(rope.inverse_frequencies, np.float32) for rope in ropes]
     weights.kept += frequencies
     model = _cpu.ModelBuilder(
-        *(architecture.hidden, architecture.intermediate, architecture.heads),
-        *(architecture.kv_heads, architecture.head_dim, architecture.vocab),
+        architecture.hidden,
+        architecture.intermediate,
+        architecture.heads,
+        architecture.kv_heads,
+        architecture.head_dim,
+        architecture.vocab,
         architecture.norm_epsilon,
         _cpu.Activation(architecture.activation),
         frequencies[0].ctypes.data,

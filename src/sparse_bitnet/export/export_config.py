@@ -1,34 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export formats and the options of an export. Imports no torch, so `--help` is quick."""
 
+import typing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
 
+FormatName = Literal[
+    "bitnet",
+    "compressed-tensors-w2a8",
+    "compressed-tensors-w8a8",
+    "gguf-tq1_0",
+    "gguf-tq2_0",
+    "gguf-q2_0",
+    "gguf-i2_s",
+    "gguf-pq2_0",
+    "gguf-ptq1_0",
+    "dense",
+]
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 
-_FORMATS = """\
-bitnet|Hugging Face bitnet, 2 bits|transformers
-compressed-tensors-w2a8|compressed-tensors pack-quantized, 2 bits|transformers, vLLM
-compressed-tensors-w8a8|compressed-tensors int-quantized, 8 bits, the widest support|transformers, vLLM
-gguf-tq1_0|GGUF TQ1_0, 1.69 bits where rows fill blocks of 256; CPU|llama.cpp, Ollama, LM Studio
-gguf-tq2_0|GGUF TQ2_0, 2.06 bits where rows fill blocks of 256; CPU, Metal, Vulkan|\
-llama.cpp, Ollama, LM Studio
-gguf-q2_0|GGUF Q2_0, 2.25 bits where rows fill blocks of 64; CPU, CUDA, Metal, Vulkan|recent llama.cpp
-gguf-i2_s|GGUF I2_S, 2 bits where rows fill blocks of 128; CPU|bitnet.cpp, ik_llama.cpp
-gguf-pq2_0|GGUF PQ2_0, 2.13 bits, also rotated weights|llama.cpp of Prism ML
-gguf-ptq1_0|GGUF PTQ1_0, 1.75 bits, also rotated weights|llama.cpp of Prism ML
-dense|plain effective weights, 16 or 32 bits, for tools without a ternary format|transformers, vLLM
-"""
+
 FORMATS = {
-    name: (text, tools) for name, text, tools in (r.split("|") for r in _FORMATS.splitlines())
+    "bitnet": ("Hugging Face bitnet, 2 bits", "transformers"),
+    "compressed-tensors-w2a8": ("compressed-tensors pack-quantized, 2 bits", "transformers, vLLM"),
+    "compressed-tensors-w8a8": (
+        "compressed-tensors int-quantized, 8 bits, the widest support",
+        "transformers, vLLM",
+    ),
+    "gguf-tq1_0": (
+        "GGUF TQ1_0, 1.69 bits where rows fill blocks of 256; CPU",
+        "llama.cpp, Ollama, LM Studio",
+    ),
+    "gguf-tq2_0": (
+        "GGUF TQ2_0, 2.06 bits where rows fill blocks of 256; CPU, Metal, Vulkan",
+        "llama.cpp, Ollama, LM Studio",
+    ),
+    "gguf-q2_0": (
+        "GGUF Q2_0, 2.25 bits where rows fill blocks of 64; CPU, CUDA, Metal, Vulkan",
+        "recent llama.cpp",
+    ),
+    "gguf-i2_s": (
+        "GGUF I2_S, 2 bits where rows fill blocks of 128; CPU",
+        "bitnet.cpp, ik_llama.cpp",
+    ),
+    "gguf-pq2_0": ("GGUF PQ2_0, 2.13 bits, also rotated weights", "llama.cpp of Prism ML"),
+    "gguf-ptq1_0": ("GGUF PTQ1_0, 1.75 bits, also rotated weights", "llama.cpp of Prism ML"),
+    "dense": (
+        "plain effective weights, 16 or 32 bits, for tools without a ternary format",
+        "transformers, vLLM",
+    ),
 }
 """Formats of other tools: a summary, and the tools that load it."""
-if TYPE_CHECKING:
-    FormatName = str
-else:
-    FormatName = Literal[tuple(FORMATS)]
+assert tuple(FORMATS) == typing.get_args(FormatName)
 
 
 @dataclass(kw_only=True)

@@ -28,8 +28,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES: dict[str, str] = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+    "F64": "float64",
+    "I64": "int64",
+    "F32": "float32",
+    "I32": "int32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
     "BOOL": "bool",
 }
 """The file's name of each type -> torch's."""

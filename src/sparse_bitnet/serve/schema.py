@@ -22,7 +22,13 @@ from pydantic import (
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
-from sparse_bitnet.serve.messages import FunctionTool, Message, StrictModel, Tool, ignored_below
+from sparse_bitnet.serve.messages import (
+    FunctionTool,
+    Message,
+    StrictModel,
+    Tool,
+    ignored_below,
+)
 
 MOST_CHOICES = 128
 _SEEDS = 2**64
@@ -70,16 +76,31 @@ _IGNORED = frozenset({
 })
 # fmt: on
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "conversation", "max_tokens", "previous_response_id"), ()),
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "background": (False,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "conversation": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "max_tokens": (),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "previous_response_id": (),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
-    **dict.fromkeys(("background", "continue_final_message", "ignore_eos"), (False,)),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("best_of", "length_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("min_tokens", "mirostat", "top_logprobs"), (0,)),
-    **{"functions": ([],), "stop_token_ids": ([],), "function_call": ("none", "auto")},
-    **{"modalities": (["text"],), "suffix": ("",)},
-    **{"truncation": ("disabled",), "verbosity": ("medium",)},
 }
 """Values that change nothing (besides None) of parameters that are not supported."""
 
