@@ -228,7 +228,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
             codes[v] = chains > 1 ? block[v] & splat(std::uint8_t(p % 2 ? 12 : 3)) : plane(block[v], p);
             if (chains > 1 && p == 1) block[v] = shifted_down(block[v], 4);
           }
-          if (p % 2 == 0 && p / 2 < S) prefetch_with(codes[0], ahead + p / 2 * 64);
+          if (p % 2 == 0 && p / 2 < S) prefetch_with(codes[0], ahead + p / 2 * 64, words + p / 2 * strip_bytes);
           UNROLL for (int t = 0; t < T; ++t) {
             const Bytes four = tokens.at(t, 4 * p);
             UNROLL for (int v = 0; v < vectors; ++v) {
