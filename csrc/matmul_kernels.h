@@ -24,10 +24,12 @@ constexpr std::int64_t unit_row_step = max_unit_rows + 16;
 constexpr std::int64_t least_streamed = std::int64_t(1) << 21;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
-// tokens that it meets, then fit into the first cache.
-constexpr std::int64_t max_column_block = 512;
-constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern) {
+// tokens that it meets, then fit into the first cache. A unit's activations only pass through it.
+constexpr std::int64_t max_column_block = 512, unit_column_block = 768;
+constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern,
+                                    bool on_unit = false) {
   if (format == WeightFormat::b3) return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
+  if (on_unit) return unit_column_block;
   if (format != WeightFormat::lookup || lookup::shape_of(pattern).neighbours()) return max_column_block;
   return group ? 768 : 3 * lookup::triples.block_columns();  // multiples of three groups
 }

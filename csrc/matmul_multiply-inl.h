@@ -36,9 +36,9 @@ INLINE std::int64_t bytes_before(const Matrix& matrix, std::int64_t column) {
 // Bytes from where the tile of row r and column c comes from to where the one after it does: rows of
 // the piece, then columns, then the next piece.
 INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                                 std::int64_t r, std::int64_t c) {
+                                 std::int64_t r, std::int64_t c, std::int64_t block) {
   if (r + tile_rows < end) return tile_rows * matrix.row_stride;
-  const std::int64_t next = c + column_block(matrix.format, matrix.group, matrix.pattern);
+  const std::int64_t next = c + block;
   if (next >= matrix.columns) return tile_rows * matrix.row_stride - bytes_before(matrix, c);
   return bytes_before(matrix, next) - bytes_before(matrix, c) - (r - begin) * matrix.row_stride;
 }
@@ -54,7 +54,7 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
     const std::int64_t words = packed::divide_up(count, 4);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
-                  to_next_tile(matrix, begin, end, r, c), scratch.tile);
+                  to_next_tile(matrix, begin, end, r, c, block), scratch.tile);
 #define TILE_DOTS(T)                                                                              \
   {                                                                                               \
     const std::int64_t at = t * x.stride + c;                                                     \
@@ -98,7 +98,8 @@ template <class Unit>
 TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               bool fine, const std::int32_t* group_sums, MatmulScratch& scratch) {
   constexpr std::int64_t line = 4 * tile_rows;
-  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern), rows = end - begin, group = matrix.group;
+  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern, true);
+  const std::int64_t rows = end - begin, group = matrix.group;
   const std::int64_t step = unit_row_step * (fine ? 2 : 1);
   // The second tile of a pair: the other half of the lines, or the next tile of rows.
   const std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
@@ -109,7 +110,7 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
     const std::int64_t steps = packed::divide_up(group ? group : count, 64);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
-                  to_next_tile(matrix, begin, end, r, c), scratch.tile + (r - begin) * block);
+                  to_next_tile(matrix, begin, end, r, c, block), scratch.tile + (r - begin) * block);
     }
     for (std::int64_t g = 0; group && g < count / group; ++g) {
       for (std::int64_t r = 0; r < rows; r += row_lanes) {
@@ -161,7 +162,7 @@ TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, st
     const std::int64_t first = c / of.group, groups = packed::divide_up(count, of.group);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
-      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c), scratch.tile);
+      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c, block), scratch.tile);
       scales_of_tile(matrix, r, last, first, groups, scratch.scales);
 #define TILE_GROUPS(T)                                                                            \
   {                                                                                               \

@@ -3,7 +3,8 @@
 // 64 of a column of B. A Unit is
 //   static constexpr bool is_there
 //   begin(), end()                       around the work of a piece
-//   zero<C>(); load<I>(from, stride); store<C>(to, stride)      a tile: 16 lines of 64 bytes
+//   zero<C>(); load<I, PASSES>(from, stride); store<C>(to, stride)      a tile: 16 lines of 64 bytes; where it PASSES,
+//                                        it should leave the first cache to others
 //   multiply<BYTES, C, A, B>()           C += A B: bytes of A are signed; a line of B holds four bytes along
 //                                        the sum for each of 16 columns
 // Tiles 0 to 3 hold 2 x 2 sums, 4 and 5 those of A, 6 and 7 those of B: four products for four loads.
@@ -33,7 +34,7 @@ struct EmulatedUnit {
   void zero() {
     __builtin_memset(tiles[C], 0, sizeof tiles[C]);
   }
-  template <int I>
+  template <int I, bool PASSES = false>
   void load(const void* from, std::int64_t stride) {
     for (int i = 0; i < 16; ++i) {
       __builtin_memcpy(tiles[I][i], static_cast<const std::uint8_t*>(from) + i * stride, 64);
@@ -81,9 +82,13 @@ struct AmxUnit {
   void zero() {
     __asm__ volatile("tilezero %%tmm%c0" : : "i"(C));
   }
-  template <int I>
+  template <int I, bool PASSES = false>
   void load(const void* from, std::int64_t stride) {
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
+    if constexpr (PASSES) {
+      __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
+    } else {
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(I) : "memory");
+    }
   }
   template <int C>
   void store(void* to, std::int64_t stride) {
@@ -121,6 +126,8 @@ template <BytesOf BYTES, int M, int N, class Unit>
 __attribute__((noinline)) static void unit_tiles_of_sums(Unit& unit, const UnitTiles& a, const UnitTiles& b,
                                                          std::int64_t steps, bool from_zero,
                                                          std::int32_t* sums, std::int64_t row_step) {
+  // Weights, which are unsigned, stay; activations and sums pass.
+  constexpr bool passes = BYTES == BytesOf::unsigned_b;
   const std::int64_t bytes = row_step * 4;
   std::int32_t* below = sums + unit_tile * row_step;
   if (from_zero) {
@@ -129,21 +136,21 @@ __attribute__((noinline)) static void unit_tiles_of_sums(Unit& unit, const UnitT
     if constexpr (M == 2) unit.template zero<2>();
     if constexpr (M == 2 && N == 2) unit.template zero<3>();
   } else {
-    unit.template load<0>(sums, bytes);
-    if constexpr (N == 2) unit.template load<1>(sums + unit_tile, bytes);
-    if constexpr (M == 2) unit.template load<2>(below, bytes);
-    if constexpr (M == 2 && N == 2) unit.template load<3>(below + unit_tile, bytes);
+    unit.template load<0, passes>(sums, bytes);
+    if constexpr (N == 2) unit.template load<1, passes>(sums + unit_tile, bytes);
+    if constexpr (M == 2) unit.template load<2, passes>(below, bytes);
+    if constexpr (M == 2 && N == 2) unit.template load<3, passes>(below + unit_tile, bytes);
   }
   for (std::int64_t k = 0; k < steps; ++k) {
     unit.template load<6>(b.at(k, false), b.line);
-    unit.template load<4>(a.at(k, false), a.line);
+    unit.template load<4, passes>(a.at(k, false), a.line);
     unit.template multiply<BYTES, 0, 4, 6>();
     if constexpr (N == 2) {
       unit.template load<7>(b.at(k, true), b.line);
       unit.template multiply<BYTES, 1, 4, 7>();
     }
     if constexpr (M == 2) {
-      unit.template load<5>(a.at(k, true), a.line);
+      unit.template load<5, passes>(a.at(k, true), a.line);
       unit.template multiply<BYTES, 2, 5, 6>();
       if constexpr (N == 2) unit.template multiply<BYTES, 3, 5, 7>();
     }
