@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary frequencies are transformers'."""
+"""Rotary frequencies, and values of missing fields, are transformers'."""
 
 import copy
 from typing import Any
@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from factories import tiny_config
 from packed_models import FAMILIES
-from sparse_bitnet.checkpoint.config_fields import rope_of
-from sparse_bitnet.engine.architecture import read_rope
+from sparse_bitnet.checkpoint.config_fields import LINEAR_SIZES, rope_of, text_config_of
+from sparse_bitnet.engine.architecture import MODEL_TYPES, read_rope
 from sparse_bitnet.errors import UserError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -134,3 +134,12 @@ def test_rope_fields_are_read_as_transformers_reads_them(
 def test_unsupported_ropes_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_rope(config, 64, "test")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_missing_fields_have_transformers_defaults(model_type: str) -> None:
+    whole = AutoConfig.for_model(model_type).to_dict()
+    left_out = {"rms_norm_eps", "max_position_embeddings", "hidden_act", "hidden_activation"}
+    left_out |= LINEAR_SIZES.keys()
+    written = {name: value for name, value in whole.items() if name not in left_out}
+    assert text_config_of(written) == whole

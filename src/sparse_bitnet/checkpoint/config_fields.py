@@ -25,6 +25,18 @@ LINEAR_SIZES = {
 }
 """Fields of Qwen3.5's linear attention with transformers' defaults."""
 
+_DEFAULTS = {
+    "llama": (1e-6, 2048, "silu"),
+    "mistral": (1e-6, 131_072, "silu"),
+    "qwen2": (1e-6, 32_768, "silu"),
+    "qwen3": (1e-6, 32_768, "silu"),
+    QWEN35: (1e-6, 32_768, "silu"),
+    GEMMA3: (1e-6, 131_072, "gelu_pytorch_tanh"),
+    HUNYUAN: (1e-5, 2048, "silu"),
+    "bitnet": (1e-5, 2048, "relu2"),
+}
+"""Model type -> transformers' defaults: `rms_norm_eps`, `max_position_embeddings`, activation."""
+
 _WINDOW_FAMILIES = ("qwen2", "qwen3", "mistral", GEMMA3)
 """Model types with attention windows; transformers ignores the window settings of all others."""
 
@@ -92,16 +104,20 @@ def head_size(config: dict[str, Any]) -> Any:
 
 
 def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's config in that of a Qwen3.5 model, with all of `LINEAR_SIZES`; return
-    any other config unchanged."""
+    """Return the language model's config in that of a Qwen3.5 model, and any other config itself; fields
+    that it leaves out get the values in `_DEFAULTS` and, in Qwen3.5's, `LINEAR_SIZES`."""
     text = config.get("text_config")
     if config.get("model_type") in QWEN35_TYPES[1:] and isinstance(text, dict):
         own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
         shared = {key: value for key, value in config.items() if not key.startswith(own)}
         config = {"model_type": QWEN35, **shared, **text}
-    if config.get("model_type") != QWEN35:
-        return config
-    return config | {key: n for key, n in LINEAR_SIZES.items() if config.get(key) is None}
+    model_type = str(config.get("model_type"))
+    activation = "hidden_activation" if model_type == GEMMA3 else "hidden_act"
+    names = ("rms_norm_eps", "max_position_embeddings", activation)
+    defaults = dict(zip(names, _DEFAULTS.get(model_type, ()), strict=False))
+    if model_type == QWEN35:
+        defaults |= LINEAR_SIZES
+    return config | {key: value for key, value in defaults.items() if config.get(key) is None}
 
 
 def has_linear_attention(config: dict[str, Any], where: str) -> list[bool]:
