@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model trained with embeddings=ternary computes the same in every form that keeps them ternary."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.export.verify import check_packed
 from sparse_bitnet.generation.open_model import open_engine
 from sparse_bitnet.nn.convert import convert_
-from sparse_bitnet.nn.ternary_tables import quantize_table
+from sparse_bitnet.nn.ternary_tables import TernaryHead, quantize_table, rounded_tables
 from sparse_bitnet.training.loss import SummedLoss
 
 FORMAT = "ternary-6:8,embeddings=ternary"
@@ -53,6 +54,17 @@ def test_tied_tables_train_and_are_packed_and_exported(make_checkpoint, tmp_path
             assert read.gguf.block_type("token_embd.weight").name == "Q2_0"
         assert torch.equal(torch.as_tensor(read.read("model.embed_tokens.weight")), values), path
     assert type(convert_(find_checkpoint(folder).load(), "ternary-6:8").lm_head) is torch.nn.Linear
+
+
+def test_tables_are_rounded_for_a_while_even_if_that_raises() -> None:
+    model: Any = convert_(tiny_model(), FORMAT)
+    weight, masters = model.lm_head.weight, model.lm_head.weight.clone()
+    with contextlib.suppress(InterruptedError), rounded_tables(model):
+        assert type(model.lm_head) is torch.nn.Linear
+        assert torch.equal(weight, quantize_table(masters).values())
+        raise InterruptedError
+    assert type(model.lm_head) is TernaryHead
+    assert torch.equal(weight, masters)
 
 
 def test_rows_without_groups_are_refused() -> None:

@@ -280,10 +280,11 @@ def test_evaluate_scores_answers_as_training_does(
         evaluation(config.out, rows, chat=True)
 
 
+@pytest.mark.parametrize("tables", ["", ",embeddings=ternary"])
 def test_samples_are_greedy_answers_and_change_nothing_of_the_run(
-    chat_run: Any, chats: Path
+    chat_run: Any, chats: Path, tables: str
 ) -> None:
-    train(alone := chat_run(steps=4, validation_every=2))
+    train(alone := chat_run(steps=4, validation_every=2, format=f"ternary-6:8{tables}"))
     samples: list[tuple[int, str]] = []
     shown = replace(alone, out=alone.out + "-shown")
     train(shown, on_sample=lambda step, text: samples.append((step, text)))

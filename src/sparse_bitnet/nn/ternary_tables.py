@@ -2,6 +2,8 @@
 """Ternary embedding and output head: each forward quantises the rows that it uses, and the gradient goes
 straight through to the dense masters, as in `SparseBitLinear`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +61,23 @@ def round_tables_(model: Any) -> None:
     for weight in {table.weight for table in model.modules() if type(table) in _PLAIN}:
         weight.copy_(_ternary(weight))
     set_tables_(model, ternary=False)
+
+
+@contextmanager
+def rounded_tables(model: Any) -> Iterator[None]:
+    """Apply `round_tables_` inside; afterwards the tables are ternary again, with the same masters."""
+    tables = {table: type(table) for table in model.modules() if type(table) in _PLAIN}
+    masters = {table.weight: table.weight.data for table in tables}
+    try:
+        for weight, values in masters.items():
+            weight.data = values.clone()
+        round_tables_(model)
+        yield
+    finally:
+        for weight, values in masters.items():
+            weight.data = values
+        for table, ternary in tables.items():
+            table.__class__ = ternary
 
 
 def set_tables_(model: Any, ternary: bool) -> None:

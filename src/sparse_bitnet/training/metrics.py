@@ -19,6 +19,7 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import evaluation_mode, selected
 from sparse_bitnet.nn.layer import SparseBitLinear
+from sparse_bitnet.nn.ternary_tables import rounded_tables
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
@@ -73,13 +74,13 @@ def selection_metrics(
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, text: list[int]) -> str:
     """Return what a model answers to `QUESTION`, or writes after `text` without a chat template for that:
-    the prompt, and at most 40 likeliest tokens. Its mode and masks, and the random state, stay."""
+    the prompt, and at most 40 likeliest tokens. Mode, masks, weights and random state stay."""
     shown, said = tokenizer.decode(text), list[int]()
     with contextlib.suppress(Exception):  # whatever a template of strangers raises
         chat = [{"role": "user", "content": QUESTION}]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         text, shown = tokenizer(prompt, add_special_tokens=False)["input_ids"], QUESTION
-    with evaluation_mode(model), selected(model):
+    with evaluation_mode(model), selected(model), rounded_tables(model):
         ids, cached = text, dict[str, Any]()
         while len(said) < 40 and not np.isin(said[-1:], model.generation_config.eos_token_id).any():
             output = model(torch.tensor([ids], device=model.device), use_cache=True, **cached)
