@@ -15,8 +15,8 @@ from factories import edit_json, tiny_model
 from packed_models import engine_logits, typical_error
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.load import from_pretrained
-from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, TOKENIZER_FILES, copy_files
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.engine.engine import Engine
 from sparse_bitnet.errors import EngineLacks, UserError
 from sparse_bitnet.export.export_checkpoint import export
@@ -58,10 +58,7 @@ def write(folder: Path, model: Any, *, released: bool) -> Path:
         }
     else:
         entry = {"quant_method": "bitnet", "quantization_mode": "online", "use_rms_norm": True}
-        config["quantization_config"] = entry | {
-            "rms_norm_eps": 1e-6,
-            "linear_class": "autobitlinear",
-        }
+        config["quantization_config"] = entry | {"linear_class": "autobitlinear"}
     save_file(state, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -95,6 +92,8 @@ def test_engine_equals_transformers_layers(tmp_path: Path, family: str, released
         assert typical_error(np.concatenate(parts), wanted) < 1e-5, what
         sequence.close()
     engine.close()
+    edit_json(folder / "config.json", rms_norm_eps=1e-5)
+    assert open_checkpoint(folder).config[LINEAR_NORMS] == (1e-5 if released else 1e-6)
 
 
 @pytest.mark.parametrize(

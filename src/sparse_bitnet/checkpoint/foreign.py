@@ -197,7 +197,8 @@ class BitnetFolder(ForeignFolder):
 
     def _add_linear_norms(self) -> None:
         """Give each linear layer of the model, except the head, a norm of its input."""
-        values = {"rms_norm_eps": self.config.get("rms_norm_eps")} | self.entry
+        # transformers, which makes them for `use_rms_norm`, reads the entry alone.
+        values = self.entry if self.entry.get("use_rms_norm") else self.config | self.entry
         fields = Fields(values, f"{self.folder}/config.json: ")
         epsilon = fields.optional("rms_norm_eps", 1e-6)
         for name, module in self.model.named_modules():
