@@ -66,7 +66,7 @@ def round_tables_(model: Any) -> None:
 @contextmanager
 def rounded_tables(model: Any) -> Iterator[None]:
     """Apply `round_tables_` inside; afterwards the tables are ternary again, with the same masters."""
-    tables = {table: type(table) for table in model.modules() if type(table) in _PLAIN}
+    tables = [table for table in model.modules() if type(table) in _PLAIN]
     masters = {table.weight: table.weight.data for table in tables}
     try:
         for weight, values in masters.items():
@@ -76,8 +76,8 @@ def rounded_tables(model: Any) -> Iterator[None]:
     finally:
         for weight, values in masters.items():
             weight.data = values
-        for table, ternary in tables.items():
-            table.__class__ = ternary
+        if tables:
+            set_tables_(model, ternary=True)
 
 
 def set_tables_(model: Any, ternary: bool) -> None:
