@@ -103,6 +103,11 @@ def head_size(config: dict[str, Any]) -> Any:
     return config.get("head_dim") or defaults.get(config["model_type"], shared)
 
 
+def activation_field(config: dict[str, Any]) -> str:
+    """Return the name of the field with the activation."""
+    return "hidden_activation" if config.get("model_type") == GEMMA3 else "hidden_act"
+
+
 def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's config in that of a Qwen3.5 model, and any other config itself; fields
     that it leaves out get the values in `_DEFAULTS` and, in Qwen3.5's, `LINEAR_SIZES`."""
@@ -111,10 +116,10 @@ def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
         own = ("model_type", "architectures", "text_config", "image_", "video_", "vision_")
         shared = {key: value for key, value in config.items() if not key.startswith(own)}
         config = {"model_type": QWEN35, **shared, **text}
-    model_type = str(config.get("model_type"))
-    activation = "hidden_activation" if model_type == GEMMA3 else "hidden_act"
-    names = ("rms_norm_eps", "max_position_embeddings", activation)
-    defaults = dict(zip(names, _DEFAULTS.get(model_type, ()), strict=False))
+    defaults: dict[str, Any] = {}
+    if (model_type := str(config.get("model_type"))) in _DEFAULTS:
+        names = ("rms_norm_eps", "max_position_embeddings", activation_field(config))
+        defaults.update(zip(names, _DEFAULTS[model_type], strict=True))
     if model_type == QWEN35:
         defaults |= LINEAR_SIZES
     return config | {key: value for key, value in defaults.items() if config.get(key) is None}

@@ -16,6 +16,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     QWEN35,
     WINDOWED,
     Fields,
+    activation_field,
     has_linear_attention,
     head_size,
     rope_of,
@@ -229,7 +230,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         head_dim=head_dim,
         vocab=fields.size("vocab_size"),
         norm_epsilon=fields["rms_norm_eps"],
-        activation=ACTIVATIONS[_activation(config)],
+        activation=ACTIVATIONS[config[activation_field(config)]],
         positions=fields.size("max_position_embeddings", most=MOST_POSITIONS),
         ties_head=bool(config.get("tie_word_embeddings", is_gemma)),
         qkv_bias=model_type == "qwen2" or attention_bias,
@@ -268,14 +269,9 @@ def _delta_net(fields: Fields, where: str) -> DeltaNet:
     return net
 
 
-def _activation(config: dict[str, Any]) -> Any:
-    """Return the name of the activation; Gemma's configs have another field for it."""
-    return config.get("hidden_activation" if config.get("model_type") == GEMMA3 else "hidden_act")
-
-
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
     """Raise `EngineLacks` for settings that change the forward pass and are not supported here."""
-    model_type, activation = config["model_type"], _activation(config)
+    model_type, activation = config["model_type"], config.get(activation_field(config))
     epsilon, in_linears = config.get("rms_norm_eps"), config.get(LINEAR_NORMS)
     layer_types, setting = config.get("layer_types"), unread_setting(config)
     kinds = layer_types if isinstance(layer_types, list) else []
