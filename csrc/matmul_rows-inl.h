@@ -11,8 +11,8 @@ constexpr std::int64_t prefetch_bytes = 12288, near_bytes = 3072;
 INLINE void prefetch(const std::uint8_t* row) { __builtin_prefetch(row + prefetch_bytes, 0, 2); }
 
 // The same, where a kernel computes `value`: of prefetches that follow each other closely most wait, so that a third
-// less is read. Shortly before its use a line of the row at `near` goes on to the first cache: two threads read a
-// twelfth more.
+// less is read. Shortly before its use a line of the row at `near` goes on to the first cache: two threads read
+// up to a twelfth more.
 template <class V>
 INLINE void prefetch_with(V& value, const std::uint8_t* row, const std::uint8_t* near) {
 #if defined(__x86_64__)

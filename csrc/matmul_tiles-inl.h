@@ -210,7 +210,7 @@ INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t b
 }
 
 // Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile:
-// weights plus 1, 128 or 8, by format. May write up to 64 columns more, within max_column_block.
+// weights plus 1, 128 or 8, by format. May write up to 64 columns more, within the column block.
 // `column` is a multiple of column_block; to_next as of RowPointers.
 TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, std::int64_t begin,
                                                          std::int64_t end, std::int64_t column,

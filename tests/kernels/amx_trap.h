@@ -129,10 +129,10 @@ inline void on_illegal_instruction(int, siginfo_t*, void* raw) {
       std::memset(tiles.bytes[tile], 0, sizeof tiles.bytes[tile]);
     } else if (opcode == 0x4B && !in_registers && other == 4 && prefix != none) {
       const Operand memory(context, code + 4, !(code[1] & 0x20), !(code[1] & 0x40));
+      const bool stores = prefix == xF3;  // tileloadd has xF2, tileloaddt1 x66
       for (int i = 0; i < tiles.lines[tile]; ++i) {
         auto* line = reinterpret_cast<std::uint8_t*>(memory.base + i * memory.index);
         const auto size = std::size_t(tiles.line_bytes[tile]);
-        const bool stores = prefix == xF3;  // tileloadd has xF2, tileloaddt1 x66
         if (!stores) std::memset(tiles.bytes[tile][i], 0, 64);
         std::memcpy(stores ? line : tiles.bytes[tile][i], stores ? tiles.bytes[tile][i] : line, size);
       }
