@@ -66,19 +66,26 @@ class RooflineMeter:
 
         self.threads = threads
         self._meter = _cpu.Roofline(threads, read_bytes)
-        self._read = 0.0
-        self._int8 = dict.fromkeys(isas, 0.0)
+        self._reads: dict[int, list[float]] = {ahead: [] for ahead in _PREFETCH_BYTES}
+        self._int8: dict[str, list[float]] = {isa: [] for isa in isas}
 
     def visit(self) -> None:
-        """Measure everything once, in under a tenth of a second; other processes can only lower it."""
-        self._read = max(self._read, *map(self._meter.read_rate, _PREFETCH_BYTES))
-        for isa, best in self._int8.items():
-            self._int8[isa] = max(best, self._meter.int8_rate(isa, _LOOP_SECONDS))
+        """Measure everything once, in under a tenth of a second."""
+        for ahead, rates in self._reads.items():
+            rates.append(self._meter.read_rate(ahead))
+        for isa, rates in self._int8.items():
+            rates.append(self._meter.int8_rate(isa, _LOOP_SECONDS))
 
     def result(self, isa: str) -> dict[str, Any]:
-        """Return the best of the visits so far; a multiply-add counts as two operations."""
-        speeds = {"read_bytes_per_second": self._read, "int8_ops_per_second": self._int8[isa]}
-        return {"threads": self.threads, "isa": isa, **speeds}
+        """Return medians over the visits, like those of what is compared with them; a multiply-add counts
+        as two operations."""
+        return {
+            "threads": self.threads,
+            "isa": isa,
+            # Of the best distance.
+            "read_bytes_per_second": max(map(statistics.median, self._reads.values())),
+            "int8_ops_per_second": statistics.median(self._int8[isa]),
+        }
 
 
 def processor_seconds() -> tuple[float, float, float] | None:

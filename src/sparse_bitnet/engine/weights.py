@@ -179,9 +179,9 @@ class Weights:
 
     Attributes:
         matrices: the linears of the blocks by name.
-        vectors: norms and biases by name, float32.
+        vectors: norms, biases and weights that are not packed by name, float32.
         embedding, head: tables; the same one if the model ties them.
-        weight_bytes: bytes of the matrices, with scales of rows and groups.
+        weight_bytes: bytes of matrices, with scales of rows and groups, and vectors.
         head_bytes: bytes of the output head with its scales.
     """
 
@@ -230,6 +230,7 @@ class Weights:
             ]
             self.vectors = {name: self._vector(name) for name in [*vectors, "model.norm.weight"]}
             self.matrices, self.weight_bytes = self._matrices(weight_format)
+            self.weight_bytes += sum(vector.nbytes for vector in self.vectors.values())
         del self._pool  # the system may not start a decoder's threads beside these
 
     def _table(self, name: str, table_format: str) -> tuple[_cpu.Table, int]:
