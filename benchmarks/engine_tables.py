@@ -79,7 +79,7 @@ def bonsai() -> str:
 
 
 def patterns_decode() -> str:
-    rows, threads, table = _by_pattern("decode", 0)
+    rows, threads, table = _by_pattern("decode")
     head = ["pattern", "weight format", "MB read per token", *threads_heads("tokens/s", threads)]
     lines = []
     for key, own in table.items():
@@ -91,7 +91,7 @@ def patterns_decode() -> str:
 
 
 def patterns_prefill() -> str:
-    rows, threads, table = _by_pattern("prefill", 512)
+    rows, threads, table = _by_pattern("prefill")
     head = ["pattern", "weight format", *threads_heads("tokens/s", threads), "% of int8 rate"]
     lines = []
     for key, own in table.items():
@@ -104,16 +104,14 @@ _OF_PATTERNS = "sparse-bitnet bench --pattern P --weight-format i2 b3 lookup --o
 
 
 def _by_pattern(
-    phase: str, tokens: int
+    phase: str,
 ) -> tuple[list[Row], list[int], dict[tuple[str, str], dict[int, Row]]]:
     """Return the rows of a phase, their numbers of threads, and each pattern's and format's row by
     threads."""
-    rows = read("bench", batch=1, kv_cache="float16")
+    rows = read("patterns", phase=phase)
     table: dict[tuple[str, str], dict[int, Row]] = {}
     for row in rows:
-        own = table.setdefault((row["pattern"], row["weight_format"]), {})
-        if (row["phase"], row["tokens"]) == (phase, tokens):
-            own.setdefault(row["threads"], row)
+        table.setdefault((row["pattern"], row["weight_format"]), {})[row["threads"]] = row
     return rows, sorted({row["threads"] for row in rows}), table
 
 
