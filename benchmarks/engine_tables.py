@@ -103,9 +103,7 @@ def patterns_prefill() -> str:
 _OF_PATTERNS = "sparse-bitnet bench --pattern P --weight-format i2 b3 lookup --out FILE"
 
 
-def _by_pattern(
-    phase: str,
-) -> tuple[list[Row], list[int], dict[tuple[str, str], dict[int, Row]]]:
+def _by_pattern(phase: str) -> tuple[list[Row], list[int], dict[tuple[str, str], dict[int, Row]]]:
     """Return the rows of a phase, their numbers of threads, and each pattern's and format's row by
     threads."""
     rows = read("patterns", phase=phase)
