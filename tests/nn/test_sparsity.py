@@ -12,7 +12,7 @@ from torch import Tensor
 import reference
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops.mask_words import (
-    count_flips,
+    byte_flips,
     mask_flip_rate,
     pack_mask,
     unpack_mask,
@@ -172,21 +172,20 @@ def test_nm_mask_passes_opcheck(n: int, m: int, strided: bool) -> None:
 
 class TestMaskWords:
     @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 31, 32])
-    def test_packed_masks_round_trip_and_count_flips(self, m: int) -> None:
+    def test_packed_masks_round_trip_and_byte_flips(self, m: int) -> None:
         masks = torch.rand(2, 5, 3 * m) < torch.tensor([0.5, 0.8]).view(2, 1, 1)
         words = pack_mask(masks, m)
         assert words.dtype == word_dtype(m)
         assert words.shape == (2, 5, 3)
         assert torch.equal(unpack_mask(words, m), masks)
-        assert count_flips(words[0], words[1]) == (masks[0] ^ masks[1]).sum()
-        assert count_flips(words[:, ::2], words[:, ::2]) == 0
+        assert byte_flips(words[0], words[1]).sum() == (masks[0] ^ masks[1]).sum()
+        assert byte_flips(words[:, ::2], words[:, ::2]).sum() == 0
 
     def test_every_byte_counts_its_ones(self) -> None:
         every = torch.arange(256, dtype=torch.uint8)
         for byte in every:
             assert (
-                count_flips(byte.view(1), torch.zeros(1, dtype=torch.uint8))
-                == int(byte).bit_count()
+                byte_flips(byte.view(1), torch.zeros(1, dtype=torch.uint8)) == int(byte).bit_count()
             )
 
     def test_groups_of_eight_are_the_little_endian_bitmap(self) -> None:

@@ -37,8 +37,6 @@ pytestmark = pytest.mark.skipif(
         (ops.absmean.default, (WEIGHT,)),
         (ops.select_ternary.default, (WEIGHT, SCALE, 6, 8)),
         (ops.select_ternary.default, (WEIGHT, SCALE, 1, 1)),
-        (ops.select_ternary_bits.default, (WEIGHT, SCALE, 6, 8)),
-        (ops.select_ternary_bits.default, (WEIGHT, SCALE, 9, 16)),
         (ops.quantize_int8.default, (WEIGHT,)),
     ],
 )

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.int8_linear import int8_linear_reference
-from sparse_bitnet.ops.mask_words import unpack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference, quantize_windows_reference
-from sparse_bitnet.ops.select_ternary import select_ternary_bits_reference, select_ternary_reference
+from sparse_bitnet.ops.select_ternary import select_ternary_reference
 from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -57,12 +56,6 @@ def test_codes_and_masks_equal_the_reference(n: int, m: int, dtype: torch.dtype)
         assert torch.equal(codes.cpu(), expected_codes)
         assert torch.equal(mask.cpu(), expected_mask)
         assert torch.equal(kernels.nm_mask(on_device, n, m).cpu(), nm_mask_reference(weight, n, m))
-        codes, words = kernels.select_ternary_bits(on_device, device_scale, n, m)
-        expected = select_ternary_bits_reference(weight, scale, n, m)
-        for ours, theirs in zip((codes, words), expected, strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours.cpu(), theirs)
-        assert torch.equal(unpack_mask(words, m).cpu(), expected_mask)
 
 
 def test_groups_of_nan_keep_exactly_n() -> None:

@@ -28,7 +28,7 @@ from sparse_bitnet.ops import triton as ours
 F, BYTES, CODES = "*fp32", "*u8", "*i8"
 scaled = dict(activation_scale=F, weight_scale=F, bias=F, y="*bf16", rows="i32")
 many = dict(x_codes=CODES, tokens="i32", **scaled)
-selection = dict(weight_scale=F, codes=CODES, mask=BYTES, words=BYTES, groups="i32")
+selection = dict(weight_scale=F, codes=CODES, mask=BYTES, groups="i32")
 tokens = dict(x="*i16", codes=CODES, scale=F, features="i32", columns="i32")
 KERNELS = {
     "select 6:8": (ours._select, 4, dict(weight=F, **selection),

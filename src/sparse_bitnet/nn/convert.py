@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import GATES
-from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear, select_layers_
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.nn.straight_through import InputQuantizer
 from sparse_bitnet.nn.ternary_tables import TernaryHead, set_tables_
@@ -351,8 +351,7 @@ def selected(
     every = sparse_layers(model).values() if isinstance(model, nn.Module) else model
     layers = [layer for layer in every if not layer.is_selected]
     try:
-        for layer in layers:
-            layer.select_()
+        select_layers_(layers)
         yield
         end_step_(layers, reduce)
     finally:

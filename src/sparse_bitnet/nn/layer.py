@@ -7,7 +7,7 @@ straight-through estimator, paper section 2.3).
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self, TypeVar
 
 import torch
@@ -29,13 +29,16 @@ from sparse_bitnet.nn.straight_through import (
     straight_through,
     ternary_int8_linear,
 )
-from sparse_bitnet.ops.mask_words import count_flips, pack_mask, unpack_mask
+from sparse_bitnet.ops.mask_words import byte_flips, pack_mask, unpack_mask
 from sparse_bitnet.variants.registry import Matrix
 
 Layer = TypeVar("Layer", bound=nn.Linear)
 
 _NORM_MEMORY = 0.9
 """Weight of the running input norms; the norms of the last step get the rest."""
+
+_MOST_TOGETHER = 2**23
+"""Weights of the largest layer whose kernels on a GPU take less time than their launches."""
 
 
 class KeepsBufferTypes(nn.Module):
@@ -134,8 +137,6 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             blend=self.blend,
             matrix=None if self.config.is_plain and self.blend == 1 else self._matrix(),
             weight_scale=scale,
-            words=weight.is_cuda,  # one kernel there; elsewhere the mask is packed afterwards
-            previous=self.mask_words if self.training else None,
         )
         if not (self.weight.requires_grad or torch.compiler.is_compiling()):
             self._watch_frozen(selection.weight_scale)
@@ -166,31 +167,34 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         """Return the weight to select from, and its scale; None: the scale comes from that weight."""
         return self.weight, None
 
-    @torch.no_grad()
     def select_(self) -> None:
         """Select once; forwards use the result until `release_`, or until the weight changes.
 
         In training mode `mask_words` and `mask_flips` outlive the release, and the next call counts the
         positions that changed. In evaluation mode both stay as they are.
         """
-        self.release_()
-        chosen = self.select()
-        mask, words, flips = chosen.mask, chosen.mask_words, chosen.mask_flips
-        if words is None and mask is not None:
-            words = pack_mask(mask, self.config.pattern.m)
-        previous = self.mask_words if self.training else None
-        if flips is None and words is not None and previous is not None:
-            flips = count_flips(previous, words)
-        used = chosen.codes is None or self.config.mask_gradient == "masked"
-        if not (used or self.config.variant("score").has("gradient")):
-            mask = None
-        watch_optimizers()
-        self.current = chosen._replace(mask=mask, mask_words=words, mask_flips=flips)
-        self._made_for = state_of(self.weight)
+        _select_together([self])
+
+    def hold_(self, chosen: Selection, changed: Tensor | None) -> None:
+        """Use a selection until `release_`; `changed` are the `byte_flips` of its mask."""
+        self.current, self._made_for = chosen, state_of(self.weight)
         if self.training:
-            self.mask_words, self.mask_flips = words, flips
+            self.mask_words = chosen.mask_words
+            self.mask_flips = None if changed is None else changed.sum(dtype=torch.int64)
             if self._seen is not None:
                 self._seen.zero_()  # of a step that raised, or memory that loading left as it was
+
+    @property
+    def alike(self) -> Any:
+        """What small layers on a GPU share that can be selected as one matrix; None: not this layer."""
+        score, quantizer = (self.config.variant(kind).name for kind in ("score", "quantizer"))
+        of_rows = self.config.weight == "full" or quantizer in ("per-channel", "per-group")
+        weight, numel = self.weight, self.weight.numel()
+        small = weight.is_cuda and weight.requires_grad and numel <= _MOST_TOGETHER
+        if type(self) is not SparseBitLinear or not (small and of_rows and score == "magnitude"):
+            return None
+        state = self.training, self.mask_words is None, weight.dtype, weight.device
+        return self.in_features, self.config, self.kept, self.blend, *state
 
     def release_(self) -> None:
         """Forget codes and scale; later forwards follow the weight again."""
@@ -292,6 +296,42 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.config}"
+
+
+def select_layers_(layers: Iterable[SparseBitLinear]) -> None:
+    """Call `select_` of each; those that are `alike` are selected together."""
+    groups: dict[Any, list[SparseBitLinear]] = {}
+    for layer in layers:
+        groups.setdefault(layer.alike or id(layer), []).append(layer)
+    for group in groups.values():
+        group[0].select_() if len(group) == 1 else _select_together(group)
+
+
+@torch.no_grad()
+def _select_together(layers: list[SparseBitLinear]) -> None:
+    """Select once for the rows of all these layers, which are alike, and give each layer its own."""
+    first, changed = layers[0], None
+    if len(layers) == 1:
+        chosen = first.select()
+    else:
+        weight = torch.cat([layer.weight for layer in layers])
+        chosen = select(weight, first.config, kept=first.kept, blend=first.blend)
+    if chosen.mask is not None:
+        words = pack_mask(chosen.mask, first.config.pattern.m)
+        held = [layer.mask_words for layer in layers if layer.mask_words is not None]
+        changed = byte_flips(torch.cat(held), words) if held and first.training else None
+        gradient = first.config.variant("score").has("gradient")
+        used = chosen.codes is None or first.config.mask_gradient == "masked" or gradient
+        chosen = chosen._replace(mask=chosen.mask if used else None, mask_words=words)
+    watch_optimizers()
+    rows = [layer.out_features for layer in layers]
+
+    def split(tensor: Tensor | None) -> Iterable[Any]:
+        whole = tensor is None or tensor.dim() == 0 or len(layers) == 1
+        return [tensor] * len(layers) if whole else tensor.split(rows)
+
+    for layer, flipped, *own in zip(layers, *map(split, (changed, *chosen)), strict=True):
+        layer.hold_(Selection(*own), flipped)
 
 
 def _adopt_parameters(layer: Layer, owner: nn.Linear) -> Layer:

@@ -10,13 +10,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.ops.mask_words import count_flips, unpack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.select_ternary import (
     absmean,
     quantize_ternary,
     select_ternary,
-    select_ternary_bits,
 )
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Matrix, Variant
@@ -33,9 +31,7 @@ class Selection(NamedTuple):
     weight_scale: Tensor | None
     """float32: one value, [out_features, 1] or [out_features, groups]; None with full precision."""
     mask_words: Tensor | None = None
-    """The mask as `pack_mask` gives it; None when the pattern is dense, or where only `mask` is."""
-    mask_flips: Tensor | None = None
-    """int64 scalar, positions that differ from those of the step before; None without these."""
+    """The mask as `pack_mask` gives it, once a layer holds it; None when the pattern is dense."""
     value: Tensor | None = None
     """The effective weight, where it is not that of codes and scale, or mask."""
     blend: Tensor | None = None
@@ -58,8 +54,6 @@ def select(
     blend: float = 1.0,
     matrix: Matrix | None = None,
     weight_scale: Tensor | None = None,
-    words: bool = False,
-    previous: Tensor | None = None,
 ) -> Selection:
     """Return mask, ternary codes and scale of a master weight [out_features, in_features].
 
@@ -72,8 +66,6 @@ def select(
         blend: share of the quantised values in the forward; the rest is full precision.
         matrix: passed to registered functions that have this parameter; by default the weight's own.
         weight_scale: float32 scalar, instead of the weight's own (absmean only).
-        words: if one pass gives it, return the mask as `mask_words`, with the flips against `previous`.
-        previous: `mask_words` of the step before.
 
     Raises `UserError` if a registered function returns another shape, type or value than it should.
     """
@@ -87,13 +79,8 @@ def select(
     in_one_pass = (config.mask_source, config.scale_source) == ("master", "dense")
     if pattern.is_dense or in_one_pass:
         scale = absmean(weight) if weight_scale is None else weight_scale
-        if not words or not prunes:
-            codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
-            return Selection(codes, mask if prunes else None, scale)
-        codes, bits = select_ternary_bits(weight, scale, pattern.n, pattern.m)
-        flips = None if previous is None else count_flips(previous, bits)
-        needed = unpack_mask(bits, pattern.m) if config.mask_gradient == "masked" else None
-        return Selection(codes, needed, scale, bits, flips)
+        codes, mask = select_ternary(weight, scale, pattern.n, pattern.m)
+        return Selection(codes, mask if prunes else None, scale)
     if config.mask_source == "ternary":
         codes, scale = quantize_ternary(weight, weight_scale)
         mask = nm_mask(codes.to(weight.dtype), pattern)

@@ -19,7 +19,7 @@ def pack_mask(mask: Tensor, m: int) -> Tensor:
 
     Returns `word_dtype(m)` [..., in_features / m]; for m = 8 the little-endian bitmap of the mask.
     """
-    if m == 8 and not mask.is_cuda and mask.storage_offset() % 8 == 0:
+    if m == 8 and mask.storage_offset() % 8 == 0:
         # Eight bytes of 0 or 1 as one integer: the product moves byte j to bit 56 + j; no two bits meet.
         eights = mask.contiguous().view(torch.int64)
         return (eights * 0x0102040810204080 >> 56).to(torch.uint8)
@@ -36,14 +36,14 @@ def unpack_mask(words: Tensor, m: int) -> Tensor:
     return (words.unsqueeze(-1) >> lane & 1).bool().flatten(-2)
 
 
-def count_flips(previous: Tensor, current: Tensor) -> Tensor:
-    """Return the number of positions where two masks of `pack_mask` differ, int64 scalar."""
+def byte_flips(previous: Tensor, current: Tensor) -> Tensor:
+    """Return in how many positions each byte of two masks of `pack_mask` differs, uint8."""
     assert (previous.shape, previous.dtype) == (current.shape, current.dtype)
     bits = (previous ^ current).contiguous().view(torch.uint8)
     # Ones of each byte: of pairs of bits, of fours, of all eight.
     bits = bits - (bits >> 1 & 0x55)
     bits = (bits & 0x33) + (bits >> 2 & 0x33)
-    return (bits + (bits >> 4) & 0x0F).sum(dtype=torch.int64)
+    return bits + (bits >> 4) & 0x0F
 
 
 def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """BitNet b1.58's ternary codes of a weight: their scale, the mean magnitude of the matrix, and codes
-with N:M mask (as bools or as bits) in one pass over it.
+with N:M mask in one pass over it.
 
 Codes are computed in float32 whatever the type of the input, so a bfloat16 master and its float32 copy
 give the same codes.
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.ops.backends import define, takes_groups, takes_values
-from sparse_bitnet.ops.mask_words import pack_mask
 from sparse_bitnet.ops.nm_mask import nm_mask_reference
 from sparse_bitnet.packing.formats import SCALE_FLOOR
 
@@ -89,14 +88,6 @@ def quantize_groups_reference(weight: Tensor, size: int) -> tuple[Tensor, Tensor
     return codes.flatten(-2), scale
 
 
-def select_ternary_bits_reference(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int
-) -> tuple[Tensor, Tensor]:
-    """Return int8 codes as `select_ternary` does, with any kernel, and the mask as `pack_mask` does."""
-    codes, mask = select_ternary(weight, weight_scale, n, m)
-    return codes, pack_mask(mask, m)
-
-
 def _takes(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> bool:
     is_one = weight_scale.dim() == 0 and weight_scale.dtype == torch.float32
     if not is_one or weight_scale.device != weight.device:
@@ -115,11 +106,5 @@ define(
 select_ternary = define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
     select_ternary_reference,
-    takes=_takes,
-)
-select_ternary_bits = define(
-    "select_ternary_bits(Tensor weight, Tensor weight_scale, int n, int m) -> "
-    "(Tensor codes, Tensor mask_words)",
-    select_ternary_bits_reference,
     takes=_takes,
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels, in Triton, compiled on first use: each function is the kernel of the op of its name.
 
-Selection: ternary codes and the mask, as bools or bits, in one pass over the weights.
+Selection: ternary codes and the mask in one pass over the weights.
 A tile is [groups, lanes], a group of m weights to a row. The n kept weights are picked one by one: the
 n largest, or the m - n smallest to be dropped, whichever takes fewer picks; 6:8 and 2:4
 take two picks. Magnitudes are compared as integers, as `nm_mask_reference` does.
@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparse_bitnet.ops.mask_words import word_dtype
 from sparse_bitnet.ops.windows import WINDOW, WindowLayout, window_layout
 from sparse_bitnet.packing.formats import SCALE_FLOOR
 from sparse_bitnet.pattern import NMPattern
@@ -62,30 +61,17 @@ def nm_mask(weight: Tensor, n: int, m: int) -> Tensor:
     return _launch(weight, None, n, m)[1]
 
 
-def select_ternary_bits(
-    weight: Tensor, weight_scale: Tensor, n: int, m: int
-) -> tuple[Tensor, Tensor]:
-    """See `select_ternary_bits_reference`: (int8 codes, mask words)."""
-    return _launch(weight, weight_scale, n, m, words=True)
-
-
-def _launch(
-    weight: Tensor, weight_scale: Tensor | None, n: int, m: int, words: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return codes (only if there is a scale), and the mask as words or bools."""
+def _launch(weight: Tensor, weight_scale: Tensor | None, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Return codes (only if there is a scale), and the mask."""
     weight, lanes = weight.contiguous(), triton.next_power_of_2(m)
     codes = weight if weight_scale is None else torch.empty_like(weight, dtype=torch.int8)
-    grouped = (*weight.shape[:-1], weight.shape[-1] // m)
-    mask = weight.new_empty(
-        grouped if words else weight.shape, dtype=word_dtype(m) if words else torch.bool
-    )
+    mask = torch.empty_like(weight, dtype=torch.bool)
     groups, tile = weight.numel() // m, max(1, TILE_WEIGHTS // lanes)
     _select[(triton.cdiv(groups, tile),)](
         readable(weight),
         weight_scale,
         None if weight_scale is None else codes,
-        None if words else mask.view(torch.uint8),
-        mask if words else None,
+        mask.view(torch.uint8),
         groups,
         N=n,
         M=m,
@@ -125,7 +111,6 @@ def _select(
     weight_scale,
     codes,
     mask,
-    words,
     groups,
     N: tl.constexpr,
     M: tl.constexpr,
@@ -144,11 +129,7 @@ def _select(
         half = tl.load(weight_scale) * 0.5
         code = (value > half).to(tl.int32) - (value < -half).to(tl.int32)
         tl.store(codes + at, tl.where(keep, code, 0).to(tl.int8), mask=inside)
-    if mask is not None:
-        tl.store(mask + at, keep.to(tl.uint8), mask=inside)
-    if words is not None:
-        word = tl.sum((keep & (lane < M)[None, :]).to(tl.int32) << lane[None, :], axis=1)
-        tl.store(words + group, word.to(words.dtype.element_ty), mask=group < groups)
+    tl.store(mask + at, keep.to(tl.uint8), mask=inside)
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
