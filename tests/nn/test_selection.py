@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from factories import VARIANTS, make_layer
+from sparse_bitnet.nn.layer import SparseBitLinear, select_layers_
 
 
 class TestSelection:
@@ -88,6 +89,22 @@ class TestSelection:
             layer.kept = None
             layer.select_()
             assert layer.mask_flips == layer.weight.numel() // 4
+
+    @pytest.mark.parametrize("text", ["ternary-6:8,quantizer=per-group:size=16", "full-2:4"])
+    def test_layers_selected_together_equal_each_alone(self, text: str, monkeypatch) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        layers = [make_layer(text, out_features=rows).to(device) for rows in (20, 1, 33)]
+        alone = copy.deepcopy(layers)
+        if device == "cpu":  # where layers are not alike
+            monkeypatch.setattr(SparseBitLinear, "alike", text)
+        for _ in range(3):
+            select_layers_(layers)
+            for layer, other in zip(layers, alone, strict=True):
+                other.select_()
+                pairs = [(layer.mask_flips, other.mask_flips), (layer.mask, other.mask)]
+                for ours, theirs in [*pairs, *zip(layer.current, other.current, strict=True)]:
+                    assert ours is theirs is None or torch.equal(ours, theirs)
+                layer.weight.data.copy_(other.weight.data.normal_())
 
     def test_a_layer_that_moves_selects_again(self) -> None:
         layer = make_layer("ternary-6:8")

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every CUDA kernel, compiled, against its reference on the CPU: odd shapes, poisoned memory."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
 
 from factories import make_layer
 from sparse_bitnet.nn.convert import set_integer_forward_
-from sparse_bitnet.nn.layer import select_layers_
 from sparse_bitnet.ops.backends import cusparselt_unavailable, triton_unavailable
 from sparse_bitnet.ops.int8_linear import (
     compress_windows,
@@ -112,22 +109,6 @@ def test_sparse_products_equal_the_reference(text: str, shape: tuple[int, int, i
         bound = 2.0**-7 if dtype == torch.bfloat16 else 0
         largest = float(bound * expected.float().abs().max())
         torch.testing.assert_close(y.cpu(), expected, rtol=bound, atol=largest)
-
-
-@pytest.mark.parametrize("text", ["ternary-6:8,quantizer=per-group:size=16", "full-2:4"])
-def test_layers_selected_together_equal_the_cpu(text: str) -> None:
-    layers = [make_layer(text, in_features=48, out_features=out) for out in (20, 2, 33)]
-    alone = copy.deepcopy(layers)
-    for number in range(3):
-        for layer, other in zip(layers, alone, strict=True):
-            layer.cuda() if number == 0 else layer.weight.data.copy_(other.weight.data.normal_())
-        select_layers_(layers)
-        select_layers_(alone)
-        for layer, other in zip(layers, alone, strict=True):
-            assert (layer.mask_flips is None) == (number == 0)
-            pairs = [(layer.mask_flips, other.mask_flips), (layer.mask, other.mask)]
-            for ours, theirs in [*pairs, *zip(layer.current, other.current, strict=True)]:
-                assert theirs is ours is None or torch.equal(ours.cpu(), theirs)
 
 
 @pytest.mark.parametrize("integer", [False, True])

@@ -186,7 +186,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @property
     def alike(self) -> Any:
-        """What small layers on a GPU share that can be selected as one matrix; None: not this layer."""
+        """Whatever small layers on a GPU share that are selected as one matrix; None: not this one."""
         score, quantizer = (self.config.variant(kind).name for kind in ("score", "quantizer"))
         of_rows = self.config.weight == "full" or quantizer in ("per-channel", "per-group")
         weight, numel = self.weight, self.weight.numel()
@@ -327,8 +327,9 @@ def _select_together(layers: list[SparseBitLinear]) -> None:
     rows = [layer.out_features for layer in layers]
 
     def split(tensor: Tensor | None) -> Iterable[Any]:
-        whole = tensor is None or tensor.dim() == 0 or len(layers) == 1
-        return [tensor] * len(layers) if whole else tensor.split(rows)
+        if tensor is None or tensor.dim() == 0 or len(layers) == 1:
+            return [tensor] * len(layers)
+        return tensor.split(rows)
 
     for layer, flipped, *own in zip(layers, *map(split, (changed, *chosen)), strict=True):
         layer.hold_(Selection(*own), flipped)

@@ -92,8 +92,6 @@ def make_deterministic(device: torch.device) -> None:
     """Make torch use deterministic kernels on CUDA, if it has them, from now on."""
     if device.type != "cuda":
         return
-    # cuBLAS reads this on first use; without it, equal runs need not give equal bits.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Determinism also turns on a debugging aid that fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
