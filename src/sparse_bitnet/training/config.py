@@ -18,7 +18,7 @@ from sparse_bitnet.host import MOST_THREADS
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """One training run. Two runs with equal configs write the same bytes on one machine."""
+    """One training run. Two runs with equal configs write the same bytes on one machine's CPU."""
 
     model: str = "qwen2.5-1m"
     """Preset name (`sparse-bitnet models` lists them). Not used with --init."""
