@@ -83,6 +83,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     curve = read_rows(out / METRICS_FILE)
     row = {
         "name": name,
+        "text": f"{result.data['train']['tokens'] / 1e6:.1f} M tokens",
         "tokens": result.tokens,
         "perplexity": result.validation_perplexity,
         "perplexity_at_start": curve[0]["validation_perplexity"],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of training and experiments, from benchmarks/results/."""
 
-from recorded import files, filled, markdown, read
+from recorded import files, filled, read
 
 from sparse_bitnet_paper.results import read_rows
 from sparse_bitnet_paper.tables import Table, comparison_table
@@ -23,21 +23,20 @@ def quickstart() -> str:
 
 
 def real_model() -> str:
-    rows = read("real-model")
-    teacher = f"{rows[0]['teacher_perplexity']:.2f}"
-    lines = [
-        [
-            row["name"],
-            f"{row['perplexity_at_start']:,.0f}",
-            f"{row['perplexity']:,.2f}",
-            f"{row['kl_divergence'][-1]:.3f}",
-        ]
-        for row in rows
+    columns = [
+        ("row", "{name}"),
+        ("text", "{text}"),
+        ("at the start", "{perplexity_at_start:,.0f}"),
     ]
-    head = ["row", "before training", f"after {rows[0]['tokens']:,} tokens", "KL, last step"]
-    command = "python benchmarks/real_model.py TEACHER DATA RUNS"
-    note = f"the teacher's perplexity: {teacher}; "
-    return markdown(head, lines, rows[0], command, note)
+    columns += [("after 2.0 M tokens", "{perplexity:,.2f}"), ("KL", "{kl_divergence[0]:.3f}")]
+    return filled(columns, read("real-model"), "python benchmarks/real_model.py TEACHER DATA RUNS")
+
+
+def long_run() -> str:
+    columns = [("tokens", "{tokens:,}"), ("KL", "{kl_divergence:.3f}")]
+    columns += [("perplexity", "{chat_perplexity:,.2f}"), ("Why is the sky blue?", "{sample}")]
+    rows = [row for row in read("long-run") if row["sample"]]
+    return filled(columns, rows, "sparse-bitnet distill TEACHER RUN --data DATA --steps 1900")
 
 
 def student() -> str:

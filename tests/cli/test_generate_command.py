@@ -189,8 +189,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch):
     output = Interrupting()
     monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nmore\n"))
     monkeypatch.setattr(sys, "stdout", output)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
-    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before := signal.default_int_handler)  # a background job has none
     generate.chat([folder, "--max-tokens", "30", "--temperature", "0"])
     first, second, rest = output.getvalue().split("]\n")
     assert first.endswith(" [stopped")

@@ -236,7 +236,7 @@ def test_only_assistant_words_count_in_the_loss(chat_run: Any) -> None:
     assert 4.0 < losses(whole)[0] < 8.0
     train(parts := chat_run(steps=2, micro_batch_size=1, out=whole.out + "-parts"))
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
-    teacher = {"teacher": whole.init, "steps": 2, "logits_weight": 0.5}
+    teacher = {"teacher": whole.init, "steps": 2, "logits_weight": 0.5, "ce_weight": 1.0}
     train(direct := chat_run(**teacher, out=whole.out + "-taught"))
     cache = {"logit_cache": whole.out + "-cache", "top_logits": 304}
     train(cached := chat_run(**teacher, **cache, out=whole.out + "-cached"))

@@ -39,11 +39,11 @@ class TrainConfig:
     top_logits: int = 64
     """Number of top logits per token in --logit-cache."""
 
-    temperature: float = 2.0
+    temperature: float = 1.0
     """Distillation temperature; softens the distributions of teacher and student."""
 
-    ce_weight: float = 1.0
-    """Weight of the cross-entropy in the distillation loss."""
+    ce_weight: float = 0.0
+    """Weight of the cross-entropy in the distillation loss. 0: learn from the teacher alone."""
 
     logits_weight: float = 1.0
     """Weight of temperature^2 * KL(teacher || student) in the distillation loss."""
