@@ -52,7 +52,6 @@ TABLE: dict[str, dict[str, Any]] = {
     "groups of 192": {"format": GROUPS.replace("64", "192")},
     "loss: cross-entropy": {"ce_weight": 1.0, "logits_weight": 0.0, "temperature": 2.0},
     "loss: both": {"ce_weight": 1.0},
-    "loss: with relations": {"relations_weight": 1.0, "compile": "off"},
     "temperature 2": {"temperature": 2.0},
     "activations not quantised": {"format": f"{GROUPS},activation=none"},
     "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},

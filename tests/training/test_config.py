@@ -56,7 +56,6 @@ def test_unknown_and_missing_keys_are_named(tmp_path, old, new, reason):
         ("lora", 8),
         ("ce_weight", 0.3),
         ("top_logits", 8),
-        ("relations_layer", 1),
     ],
 )
 def test_bad_values_are_one_line(field, value):

@@ -48,12 +48,6 @@ class TrainConfig:
     logits_weight: float = 1.0
     """Weight of temperature^2 * KL(teacher || student) in the distillation loss."""
 
-    relations_weight: float = 0.0
-    """Weight of the loss that matches the teacher's attention in one layer (MiniLMv2); 0: off."""
-
-    relations_layer: int = -1
-    """Layer whose attention relations are distilled; -1 means the last."""
-
     reconstruction_windows: int | None = None
     """Number of training sequences on which each block of the student is first fitted to its teacher's
     block, one block after another. 0: start from the converted weights. Default: 64 if the run starts
@@ -257,7 +251,7 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "validation_every validation_tokens layer_metrics_every checkpoint_every keep_checkpoints "
         "lora reconstruction_windows weight_decay final_weight_decay_fraction gradient_clip "
-        "final_learning_rate_fraction ce_weight logits_weight relations_weight",
+        "final_learning_rate_fraction ce_weight logits_weight",
         lambda value: value >= 0,
         "cannot be negative",
     ),
@@ -266,9 +260,7 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 _NEEDS = {
     "init": "sub_norms lora",
-    "teacher": "logit_cache temperature ce_weight logits_weight relations_weight "
-    "reconstruction_windows",
-    "relations_weight": "relations_layer",
+    "teacher": "logit_cache temperature ce_weight logits_weight reconstruction_windows",
     "logit_cache": "top_logits",
     "logits_weight": "logit_cache temperature",
 }
@@ -302,10 +294,8 @@ def _check(config: TrainConfig) -> None:
                     f"{name}={values[name]} has no effect without --{other.replace('_', '-')}: add "
                     "that option, or leave this one out"
                 )
-    if not (config.ce_weight or config.logits_weight or config.relations_weight):
-        raise UserError("--ce-weight, --logits-weight and --relations-weight are all 0: raise one")
-    if config.logit_cache is not None and config.relations_weight:
-        raise UserError("--relations-weight needs the teacher in memory: leave out --logit-cache")
+    if not (config.ce_weight or config.logits_weight):
+        raise UserError("--ce-weight and --logits-weight are both 0: raise one")
     if config.schedule == "wsd" and config.warmup_fraction + config.decay_fraction > 1:
         raise UserError("--warmup-fraction and --decay-fraction add up to more than 1: lower one")
     batch, micro = config.batch_size, config.micro_batch_size

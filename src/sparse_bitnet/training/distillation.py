@@ -4,8 +4,6 @@
     ce_weight * cross-entropy
     + logits_weight * T^2 * KL(teacher || student), both softened by the temperature T (Hinton et al.,
       2015)
-    + relations_weight * KL of the relations among queries, keys and values of one layer (MiniLMv2,
-      Wang et al., 2021, as BitNet Distillation, Wu et al., 2025, uses them)
 
 The student starts from the teacher's weights. The teacher is not part of the model: it is not trained,
 sharded or stored. It is a model in memory, or its highest logits on disk:
@@ -22,11 +20,10 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from zlib_ng import zlib_ng
 
@@ -39,7 +36,6 @@ from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomi
 from sparse_bitnet.nn.ternary_tables import head_weight
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.loss import (
     Soft,
     SummedLoss,
@@ -55,7 +51,6 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 VERSION = 2
-RELATED = ("q_proj", "k_proj", "v_proj")
 _PART_BYTES = 64 << 20
 
 
@@ -265,30 +260,9 @@ class DistillationLoss(SummedLoss):
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
         self._divergence = torch.zeros((), dtype=torch.float64)
-        self._states: tuple[dict[str, Tensor], ...] = ()
-        self._heads = 1
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise UserError(
                 f"distillation does not support an output head with a bias ({type(model).__name__})"
-            )
-        if not config.relations_weight:
-            return
-        if config.compile == "on" or config.activation_checkpointing:
-            raise UserError(
-                "--relations-weight works neither with --compile on nor with "
-                "--activation-checkpointing"
-            )
-        assert isinstance(teacher, Teacher)
-        (own, widths), (theirs, _) = (
-            _kept_projections(each, config.relations_layer) for each in (model, teacher.model)
-        )
-        sizes: Any = teacher.model.config
-        heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-        self._states, self._heads = (own, theirs), heads
-        if any(width % heads for width in widths):
-            raise UserError(
-                f"relations_weight: the student's projections, of {widths} values, are not cut into the "
-                f"teacher's {heads} heads"
             )
 
     def of_teacher(self) -> SummedLoss | None:
@@ -304,12 +278,12 @@ class DistillationLoss(SummedLoss):
         return divergence
 
     def apart(self, loss: float, divergence: float) -> dict[str, float]:
-        """Return a step's KL(teacher || student), at the temperature, and cross-entropy, in nats a token;
-        the second where the loss has it and no relations."""
+        """Return a step's KL(teacher || student), at the temperature, and cross-entropy, in nats a token,
+        where the loss has them."""
         config = self.config
         soft = config.logits_weight * config.temperature**2 * divergence
         shown = {"kl_divergence": divergence} if config.logits_weight else {}
-        if config.ce_weight and not config.relations_weight:
+        if config.ce_weight:
             shown["cross_entropy"] = (loss - soft) / config.ce_weight
         return shown
 
@@ -350,45 +324,4 @@ class DistillationLoss(SummedLoss):
             cap=logit_cap(self.model),
         )
         self._divergence = self._divergence.to(divergence.device) + divergence
-        if not self._states:
-            return loss
-        own, wanted = self._states
-        related = torch.stack(
-            [relation_loss(own.pop(name), wanted.pop(name), self._heads) for name in RELATED]
-        )
-        return loss + config.relations_weight * (labels >= 0).sum() * related.sum().double()
-
-
-def relation_loss(student: Tensor, teacher: Tensor, heads: int) -> Tensor:
-    """Return the mean over heads and tokens of KL(R_teacher || R_student), R = softmax(A A^T / sqrt(d)).
-
-    The states A are [batch, sequence, width], of any widths, and split into [batch, heads, sequence, d].
-    """
-
-    def log_relations(states: Tensor) -> Tensor:
-        a = states.float().unflatten(-1, (heads, -1)).transpose(1, 2)
-        return (a @ a.transpose(-1, -2) / a.shape[-1] ** 0.5).log_softmax(-1)
-
-    with torch.autocast(student.device.type, enabled=False):
-        wanted, own = log_relations(teacher.detach()), log_relations(student)
-        return F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1).mean()
-
-
-def _kept_projections(model: "PreTrainedModel", layer: int) -> tuple[dict[str, Tensor], list[int]]:
-    """Return a dict that every forward fills with the queries, keys and values of a layer; and their
-    widths.
-
-    Raises `UserError` for a missing layer, and for another kind of attention.
-    """
-    blocks = blocks_of(model)
-    if not -len(blocks) <= layer < len(blocks):
-        raise UserError(f"relations_layer={layer}: the model has {len(blocks)} layers")
-    modules = {full.rpartition(".")[2]: part for full, part in blocks[layer].named_modules()}
-    states: dict[str, Tensor] = {}
-    for name in RELATED:
-        if name not in modules:
-            raise UserError(f"relations_weight: {type(model).__name__} has no {name}")
-        modules[name].register_forward_hook(
-            lambda module, inputs, output, name=name: states.__setitem__(name, output)
-        )
-    return states, sorted({int(modules[name].weight.shape[0]) for name in RELATED})
+        return loss

@@ -184,7 +184,7 @@ class Trainer:
             if config.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
             compiled = compiles(config, self.device, self.model.num_parameters())
-            if compiled := compiled and not config.relations_weight:
+            if compiled:
                 compile_decoder_(self.model, config, self.device, world.size)
                 if isinstance(teacher, Teacher):
                     compile_decoder_(teacher.model, config, self.device, world.size)
