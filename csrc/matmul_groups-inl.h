@@ -260,11 +260,13 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
 }
 
 // sums of a strip of lookup and of one token. Where a vector is the whole strip, every other of codes has sums of its
-// own, so that none waits for the one before.
+// own, so that none waits for the one before. Where a lookup takes several instructions, one is for all weights of a
+// code: fields of two bits, whose sums are 4, or 16, times as large.
 TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
                                      const GroupSums& of, std::int64_t token, float* sums) {
   using Planes = TriplePlanes;
   constexpr int of_strip = 64 / VECTOR_BYTES, chains = of_strip > 1 ? 1 : 2, digits = Planes::count;
+  constexpr bool at_once = std::is_same_v<Small, Sums> && sizeof(LookupTable) > VECTOR_BYTES;
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   const std::int64_t scale = scale_index(matrix, row), groups = of.in_row;
   const std::uint8_t* block = matrix.data + row * matrix.row_stride;
@@ -281,10 +283,11 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
         Bytes four[digits];
         UNROLL for (int p = 0; p < digits; ++p) four[p] = repeat4(codes_at + p * apart);
         UNROLL for (int h = 0; h < of_strip; ++h) {
-          const Bytes codes = Planes::codes(vectors[h], v);
+          Bytes codes = Planes::codes(vectors[h], v);
+          if (at_once) codes = look_up<Planes::shape.bits>(lookup_table(layout.all), codes);
           UNROLL for (int p = 0; p < digits; ++p) {
             Small& sum = small[h][p][v % chains];
-            Bytes weights = Planes::next(layout, codes, p);
+            Bytes weights = at_once ? codes & std::uint8_t(3 << 2 * p) : Planes::next(layout, codes, p);
             const int place = (v * of_strip + h) * digits + p;
             const int line = line_at(place, Planes::rows * of_strip * digits, Planes::shape.vectors());
             if (line >= 0) prefetch_with(weights, block + line * block_bytes);
@@ -297,8 +300,9 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
     Sums dots[of_strip][digits] = {};
     UNROLL for (int h = 0; h < of_strip; ++h) {
       UNROLL for (int p = 0; p < digits; ++p) {
-        Sums& sum = dots[h][is_shared ? p : 0];
+        Sums sum = {};
         UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[h][p][k]);
+        dots[h][is_shared ? p : 0] += sum >> (at_once ? 2 * p : 0);
       }
     }
     for (int p = 0; p < (is_shared ? digits : 1); ++p, ++g) {
