@@ -287,7 +287,7 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
           if (at_once) codes = look_up<Planes::shape.bits>(lookup_table(layout.all), codes);
           UNROLL for (int p = 0; p < digits; ++p) {
             Small& sum = small[h][p][v % chains];
-            Bytes weights = at_once ? codes & std::uint8_t(3 << 2 * p) : Planes::next(layout, codes, p);
+            Bytes weights = at_once ? codes & splat(std::uint8_t(3 << 2 * p)) : Planes::next(layout, codes, p);
             const int place = (v * of_strip + h) * digits + p;
             const int line = line_at(place, Planes::rows * of_strip * digits, Planes::shape.vectors());
             if (line >= 0) prefetch_with(weights, block + line * block_bytes);
