@@ -50,7 +50,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "scale of a row": {"format": "ternary-6:8,quantizer=per-channel"},
     "groups of 32": {"format": GROUPS.replace("64", "32")},
     "groups of 192": {"format": GROUPS.replace("64", "192")},
-    "loss: cross-entropy": {"ce_weight": 1.0, "logits_weight": 0.0, "temperature": 2.0},
+    "loss: cross-entropy": {"ce_weight": 1.0, "logits_weight": 0.0},
     "loss: both": {"ce_weight": 1.0},
     "temperature 2": {"temperature": 2.0},
     "activations not quantised": {"format": f"{GROUPS},activation=none"},
