@@ -167,13 +167,14 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         """Return the weight to select from, and its scale; None: the scale comes from that weight."""
         return self.weight, None
 
+    @torch.no_grad()
     def select_(self) -> None:
         """Select once; forwards use the result until `release_`, or until the weight changes.
 
         In training mode `mask_words` and `mask_flips` outlive the release, and the next call counts the
         positions that changed. In evaluation mode both stay as they are.
         """
-        _select_together([self])
+        _hold([self], self.select())
 
     def hold_(self, chosen: Selection, changed: Tensor | None) -> None:
         """Use a selection until `release_`; `changed` are the `byte_flips` of its mask."""
@@ -303,19 +304,18 @@ def select_layers_(layers: Iterable[SparseBitLinear]) -> None:
     groups: dict[Any, list[SparseBitLinear]] = {}
     for layer in layers:
         groups.setdefault(layer.alike or id(layer), []).append(layer)
-    for group in groups.values():
-        group[0].select_() if len(group) == 1 else _select_together(group)
+    for first, *others in groups.values():
+        if others:
+            weight = torch.cat([layer.weight.detach() for layer in (first, *others)])
+            chosen = select(weight, first.config, kept=first.kept, blend=first.blend)
+            _hold([first, *others], chosen)
+        else:
+            first.select_()
 
 
-@torch.no_grad()
-def _select_together(layers: list[SparseBitLinear]) -> None:
-    """Select once for the rows of all these layers, which are alike, and give each layer its own."""
+def _hold(layers: list[SparseBitLinear], chosen: Selection) -> None:
+    """Give each of these layers, which are alike, its rows of a selection of all, and its flips."""
     first, changed = layers[0], None
-    if len(layers) == 1:
-        chosen = first.select()
-    else:
-        weight = torch.cat([layer.weight for layer in layers])
-        chosen = select(weight, first.config, kept=first.kept, blend=first.blend)
     if chosen.mask is not None:
         words = pack_mask(chosen.mask, first.config.pattern.m)
         held = [layer.mask_words for layer in layers if layer.mask_words is not None]
