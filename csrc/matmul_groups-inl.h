@@ -260,8 +260,8 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
 }
 
 // sums of a strip of lookup and of one token. Where a vector is the whole strip, every other of codes has sums of its
-// own, so that none waits for the one before. Where a lookup takes several instructions, one is for all weights of a
-// code: fields of two bits, whose sums are 4, or 16, times as large.
+// own, so that none waits for the one before. Where a table is several vectors, one lookup is for all weights of a
+// code: fields of two bits, whose sums are 1, 4 and 16 times as large.
 TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
                                      const GroupSums& of, std::int64_t token, float* sums) {
   using Planes = TriplePlanes;
