@@ -218,28 +218,6 @@ def costs() -> str:
     return filled(columns, rows, "python benchmarks/precision.py PACKED TEXT")
 
 
-def installed() -> str:
-    rows = [row for row in read("installed") if "package" in row]
-    total = {name: sum(row[name] for row in rows) for name in ("code", "bytecode")}
-    lines = []
-    for row in [*rows, {"package": "total", **total}]:
-        sizes = (row["code"], row["bytecode"], row["code"] + row["bytecode"])
-        lines.append([row["package"], *(f"{size / 1e6:.1f}" for size in sizes)])
-    return _of_wheel(["package", "files, MB", "bytecode, MB", "total, MB"], lines, rows[0])
-
-
-def first_word() -> str:
-    rows = [row for row in read("installed") if "command" in row]
-    times = ("processor_seconds", "seconds")
-    lines = [[row["command"], *(f"{row[time]:.2f}" for time in times)] for row in rows]
-    return _of_wheel(["command", "CPU time, s", "wall time, s"], lines, rows[0])
-
-
-def _of_wheel(head: list[str], lines: list[list[str]], row: dict) -> str:
-    note = f"Python {row['versions']['python']}, "
-    return markdown(head, lines, row, "python benchmarks/installed.py WHEEL --model PACKED", note)
-
-
 def speculation() -> str:
     columns = [
         ("text", "{text}"),
