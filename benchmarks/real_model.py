@@ -20,6 +20,9 @@ from typing import Any
 
 from recorded import record
 
+from sparse_bitnet.variants.built_in import hadamard
+from sparse_bitnet.variants.registry import register_activation
+
 GROUPS = "ternary-6:8,quantizer=per-group:size=64"
 BASE: dict[str, Any] = dict(
     format=GROUPS,
@@ -36,11 +39,13 @@ BASE: dict[str, Any] = dict(
     layer_metrics_every=0,
     checkpoint_every=0,
 )
+DOCUMENTS = 500
 FULL = {"learning_rate": 2e-4, "reconstruction_windows": 0}
 TABLE: dict[str, dict[str, Any]] = {
     "ternary 6:8": {},
     "ternary 8:8": {"format": GROUPS.replace("6:8", "8:8")},
     "ternary 2:4": {"format": GROUPS.replace("6:8", "2:4")},
+    "full 8:8": {"format": "full-8:8", **FULL},
     "full 6:8": {"format": "full-6:8", **FULL},
     "full 2:4": {"format": "full-2:4", **FULL},
     "start: converted": {"reconstruction_windows": 0},
@@ -57,7 +62,61 @@ TABLE: dict[str, dict[str, Any]] = {
     "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},
     "schedule: gradual": {"format": f"{GROUPS},schedule=gradual:until=0.5"},
     "sub-norms": {"sub_norms": True},
+    "basis rotated": {"format": f"{GROUPS},activation=rotated", "reconstruction_windows": 64},
 }
+
+
+def rotate(x: Any) -> Any:
+    """Return H(s x), blockwise, with fixed signs s; H is the orthonormal Hadamard matrix."""
+    import torch
+
+    place = torch.arange(x.shape[-1], device=x.device)
+    return hadamard(x * (1 - 2 * (place * 0x9E3779B1 >> 16 & 1)))
+
+
+@register_activation("rotated", transform=rotate)
+def rotated(x: Any) -> tuple[Any, Any]:
+    """int8 codes of rotated inputs, for a model whose weights are rotated."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    return (x.float() / scale).round().clamp(-128, 127).char(), scale
+
+
+def rotated_model(teacher: str, folder: Path) -> str:
+    """Store the teacher with the weights of its blocks in the basis of `rotate`."""
+    import torch
+
+    from sparse_bitnet.checkpoint.load import load_tokenizer
+    from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+
+    model: Any = find_checkpoint(teacher).load(dtype=torch.float32)
+    for module in model.get_decoder().layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = rotate(module.weight.data)
+    for part in (model, load_tokenizer(teacher)):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def document_losses(model: Any, config: Any, device: Any, dtype: Any) -> list[tuple[float, int]]:
+    """Return summed loss and number of tokens of held-out documents, each up to a window's length."""
+    import numpy as np
+    import torch
+
+    from sparse_bitnet.data.shards import TokenDataset
+    from sparse_bitnet.nn.convert import evaluation_mode, selected
+    from sparse_bitnet.training.device import autocast
+    from sparse_bitnet.training.loss import SummedLoss
+
+    text, loss = TokenDataset.open(config.data, "validation"), SummedLoss(model)
+    ids = np.asarray(text[: len(text)]).astype(np.int64)
+    documents = np.split(ids, np.flatnonzero(ids == text.eos_token_id) + 1)[:DOCUMENTS]
+    sums = []
+    with torch.no_grad(), evaluation_mode(model), selected(model), autocast(device, dtype):
+        for document in documents:
+            tokens = torch.from_numpy(document[: config.sequence_length + 1]).to(device)[None]
+            if tokens.shape[1] > 1:
+                sums.append((loss(tokens[:, :-1], tokens[:, 1:]), tokens.shape[1] - 1))
+    return [(round(float(total), 3), count) for total, count in sums]
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -74,8 +133,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     values = BASE | TABLE[name] | json.loads(options.set)
     steps = max(1, options.tokens // (values["batch_size"] * values["sequence_length"]))
     out = options.runs / name.replace(" ", "-").replace(":", "of")
-    teacher = options.teacher
-    own = dict(init=teacher, teacher=teacher, data=options.data, out=str(out), steps=steps)
+    teacher = init = options.teacher
+    if "rotated" in values["format"]:
+        init = rotated_model(teacher, options.runs / "rotated")
+    own = dict(init=init, teacher=teacher, data=options.data, out=str(out), steps=steps)
     config = TrainConfig(**values, **own)
     seconds: list[float] = []
     result = train(config, on_step=lambda step: seconds.append(step["seconds"]))
@@ -91,10 +152,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": config.tokens_per_step / sorted(seconds)[len(seconds) // 2],
         "config": values,
     }
+    device = resolve_device("auto")
+    dtype = resolve_dtype("auto", device)
+    model: Any = from_pretrained(out / "final", dtype=torch.float32).to(device)
+    row["documents"] = document_losses(model, config, device, dtype)
     if options.chats:
-        device = resolve_device("auto")
-        model: Any = from_pretrained(out / "final", dtype=torch.float32).to(device)
-        chats, dtype = replace(config, data=options.chats), resolve_dtype("auto", device)
+        chats = replace(config, data=options.chats)
         held_out, loss = held_out_windows(chats), SummedLoss(model, config.loss_chunk_tokens)
         mean, _ = validation_loss(loss, chats, held_out, device=device, dtype=dtype)
         row["chat_perplexity"] = float(torch.tensor(mean).exp())

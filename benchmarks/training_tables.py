@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of training and experiments, from benchmarks/results/."""
 
-from recorded import files, filled, read
+import numpy as np
+from recorded import Row, files, filled, read
 
 from sparse_bitnet_paper.results import read_rows
 from sparse_bitnet_paper.tables import Table, comparison_table
@@ -30,6 +31,33 @@ def real_model() -> str:
     ]
     columns += [("after 2.0 M tokens", "{perplexity:,.2f}"), ("KL", "{kl_divergence[0]:.3f}")]
     return filled(columns, read("real-model"), "python benchmarks/real_model.py TEACHER DATA RUNS")
+
+
+def real_patterns() -> str:
+    rows = {row["name"]: row for row in read("real-patterns")}
+    losses = np.array([row["documents"] for row in rows.values()], np.float64)
+    chosen = np.random.default_rng(0).integers(0, losses.shape[1], (10_000, losses.shape[1]))
+    sums = np.concatenate((losses.sum(1)[:, None], [of[chosen].sum(1) for of in losses]), axis=1)
+    mean = dict(zip(rows, sums[..., 0] / sums[..., 1], strict=True))
+    lines: list[Row] = []
+    for name, row in rows.items():
+        kind, pattern = name.split()
+        cost = np.expm1(mean[name] - mean[f"{kind} 8:8"])
+        lines.append(row | {"own": np.exp(mean[name][0]), "cost": _interval(cost)})
+        if kind == "ternary" and pattern != "8:8":
+            less = np.expm1(mean[f"full {pattern}"] - mean["full 8:8"]) - cost
+            lines[-1]["less"] = _interval(less, "points")
+    columns = [("format", "{name}"), ("tokens", "{tokens:,}"), ("perplexity", "{perplexity:.2f}")]
+    columns += [("of documents", "{own:.2f}"), ("cost of the pattern", "{cost}")]
+    columns += [("less than in full precision", "{less}")]
+    command = "python benchmarks/real_model.py TEACHER DATA RUNS --tokens 10000000"
+    return filled(columns, [{"less": ""} | line for line in lines], command)
+
+
+def _interval(values: np.ndarray, unit: str = "%") -> str:
+    """Return the first value and the 95 % interval of the others, all times 100; "" for zeros."""
+    low, high = 100 * np.quantile(values[1:], (0.025, 0.975))
+    return f"{100 * values[0]:+.1f} ({low:+.1f} to {high:+.1f}) {unit}" if low or high else ""
 
 
 def long_run() -> str:
