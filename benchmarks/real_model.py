@@ -61,7 +61,6 @@ TABLE: dict[str, dict[str, Any]] = {
     "activations not quantised": {"format": f"{GROUPS},activation=none"},
     "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},
     "schedule: gradual": {"format": f"{GROUPS},schedule=gradual:until=0.5"},
-    "sub-norms": {"sub_norms": True},
     "basis rotated": {"format": f"{GROUPS},activation=rotated", "reconstruction_windows": 64},
 }
 

@@ -48,7 +48,6 @@ def build_model(
     init: str | Path | None = None,
     meta: bool = False,
     uniform: bool = False,
-    sub_norms: bool = False,
 ) -> "PreTrainedModel":
     """Build a float32 causal LM in the given format, on the CPU.
 
@@ -60,7 +59,6 @@ def build_model(
         init: folder or hub id of existing dense weights to start from (dense-to-sparse).
         meta: build on the meta device: shapes without values.
         uniform: initialise the blocks' matrices uniformly in ±1/sqrt(in_features).
-        sub_norms: add norms to `init`, see `with_sub_norms`.
 
     Returns the converted model. Raises `UserError` for an unknown preset, an unreadable `init`, or a
     pattern that does not fit.
@@ -81,7 +79,7 @@ def build_model(
                 f"vocab_size={vocab_size}: --init {init} has {embedding.num_embeddings} rows, which "
                 "training keeps: leave it out"
             )
-        return convert_(with_sub_norms(model) if sub_norms else model, config)
+        return convert_(model, config)
     transformers_config = preset_config(name, vocab_size=vocab_size)
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(seed)
@@ -91,44 +89,3 @@ def build_model(
                 bound = layer.in_features**-0.5
                 torch.nn.init.uniform_(layer.weight, -bound, bound)
     return convert_(model, config)
-
-
-_SHARED = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
-    *("tie_word_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
-)
-"""Settings of a config that mean the same to llama, qwen2 and bitnet models."""
-
-
-def with_sub_norms(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Return a llama or qwen2 model with a norm before each output and down projection: a `bitnet`
-    model.
-
-    The norms start at one, so the model computes something else than before until it is trained.
-
-    Raises `UserError` for a model with features that a `bitnet` model lacks.
-    """
-    import torch
-    from transformers import BitNetConfig, BitNetForCausalLM
-
-    old: Any = model.config
-    state = model.state_dict()
-    values: Any = {key: getattr(old, key, None) for key in _SHARED}
-    biased = any(name.endswith("q_proj.bias") for name in state)
-    with torch.device(model.device):
-        new = BitNetForCausalLM._from_config(
-            BitNetConfig(**values, attention_bias=biased), dtype=model.dtype
-        )
-    for name, parameter in new.named_parameters():
-        if name.endswith("o_proj.bias"):
-            parameter.detach().zero_()
-    fitting = {name: tuple(tensor.shape) for name, tensor in new.state_dict().items()}
-    other = any(fitting.get(name) != tuple(tensor.shape) for name, tensor in state.items())
-    has_windows = "sliding_attention" in (getattr(old, "layer_types", None) or ())
-    if old.model_type not in ("llama", "qwen2") or other or has_windows:
-        raise UserError(f"sub_norms: {type(model).__name__} is not a plain llama or qwen2 model")
-    new.generation_config = model.generation_config
-    if new.device.type != "meta":
-        new.load_state_dict(state, strict=False)
-    return new

@@ -29,7 +29,6 @@ class Options(DenseLayersOption, TrainConfig):
     )
     GROUPS: ClassVar = {
         "teacher": "distillation",
-        "sub_norms": "model",
         "seed": "data and seeds",
         "micro_batch_size": "optimiser",
         "precision": "precision and speed",

@@ -53,10 +53,6 @@ class TrainConfig:
     block, one block after another. 0: start from the converted weights. Default: 64 if the run starts
     from its teacher in one process, else 0."""
 
-    sub_norms: bool = False
-    """Add a norm before each output and down projection of the pretrained model, as in BitNet's own
-    models. Only for llama and qwen2 models."""
-
     lora: int = 0
     """Rank of the LoRA adapters (peft) to train instead of the pretrained weights. At the end they are
     merged into the weights, which are quantised again. 0: no adapters."""
@@ -259,7 +255,7 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """(fields, whether a value is in bounds, what is wrong otherwise)."""
 
 _NEEDS = {
-    "init": "sub_norms lora",
+    "init": "lora",
     "teacher": "logit_cache temperature ce_weight logits_weight reconstruction_windows",
     "logit_cache": "top_logits",
     "logits_weight": "logit_cache temperature",

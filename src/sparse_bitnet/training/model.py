@@ -47,7 +47,6 @@ def initial_model(
         init=config.init,
         meta=meta,
         uniform=config.initial_weights == "uniform",
-        sub_norms=config.sub_norms,
     )
     if config.masters == "bf16":
         for parameter in model.parameters():
