@@ -51,14 +51,6 @@ def test_plain_lines_have_rate_and_remaining_time(clock: list[float]) -> None:
     ]
 
 
-def test_another_label_begins_another_count_of_plain_lines(clock: list[float]) -> None:
-    output = console(False, clock)
-    line = Progress(output, plain_lines=2).line("reading", "MB")
-    line(2, 2)
-    line(1, 2, label="tokenising")
-    assert output.file.getvalue().splitlines() == ["reading  2/2 MB", "tokenising  1/2 MB"]
-
-
 def test_the_rate_is_that_of_the_last_minute(clock: list[float]) -> None:
     output = console(False, clock)
     line = Progress(output, plain_lines=10_000).line("", "")

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from factories import tiny_model
 from packed_models import assert_close, load_reference, typical_error
 from sparse_bitnet.checkpoint.declared_rotation import PREFIX, read_rotation
+from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.checkpoint.packed import packed_layers
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
+from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.straight_through import InputQuantizer
 from sparse_bitnet.packing.rotation import Rotation
@@ -125,6 +129,24 @@ def test_a_rotated_file_computes_the_model_from_before(tmp_path: Path, case: str
     for type in ("pq2_0", "ptq1_0"):
         import_checkpoint(exported(tmp_path / "packed", type), tmp_path / type, packed="auto")
         assert (tmp_path / type / "model.safetensors").read_bytes() == written
+
+
+def test_a_model_trained_in_a_rotated_basis_packs(tmp_path: Path) -> None:
+    model, format = (
+        tiny_model("qwen3", vocab_size=512, hidden_size=128),
+        "activation=int8-hadamard:block=32",
+    )
+    dense = convert_(copy.deepcopy(model), f"full-8:8,{format}")
+    assert typical_error(logits(dense), logits(model)) < 0.02
+    convert_(model, f"ternary-6:8,quantizer=per-group:size=32,{format}")
+    save_pretrained(model, tmp_path / "final")
+    pack_checkpoint(tmp_path / "final", tmp_path / "packed", embeddings="float32")
+    trained = logits(from_pretrained(tmp_path / "final").eval())
+    np.testing.assert_array_equal(logits(load_reference(tmp_path / "packed")), trained)
+    for isa in _cpu.supported_isas(for_tests=True):
+        assert_close(engine_logits(tmp_path / "packed", isa=isa), trained)
+    with pytest.raises(UserError, match="has rotated weights, of which readers of dense"):
+        export(tmp_path / "final", tmp_path / "dense", ExportConfig(format="dense"))
 
 
 def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path) -> None:

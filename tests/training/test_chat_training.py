@@ -346,6 +346,8 @@ def test_invalid_chat_and_lora_options_are_refused(
 ) -> None:
     with pytest.raises(UserError, match="lora=4 has no effect without --init"):
         small_run(lora=4)
+    with pytest.raises(UserError, match="lora needs activation=int8, not int4-hadamard"):
+        train(chat_run(lora=4, format="ternary-6:8,activation=int4-hadamard"))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="lora needs peft"):
         train(chat_run(lora=4))

@@ -10,12 +10,6 @@ from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
 
 
-def test_json_round_trip(tmp_path):
-    config = TrainConfig(steps=7, format="full-2:4", sparse_fraction=0.25)
-    (tmp_path / "config.json").write_text(config.to_json())
-    assert read_config(tmp_path) == config
-
-
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [

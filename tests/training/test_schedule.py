@@ -46,10 +46,6 @@ def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
         dataclasses.replace(config, decay_fraction=0.95)
 
 
-def test_no_warmup_never_exceeds_the_peak():
-    assert learning_rate(TrainConfig(steps=3, warmup_fraction=0.0, learning_rate=1.0), 1) <= 1.0
-
-
 @pytest.mark.parametrize(("fraction", "sparse_steps"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
 def test_the_last_share_of_the_steps_is_sparse(fraction, sparse_steps):
     config = TrainConfig(steps=8, sparse_fraction=fraction)

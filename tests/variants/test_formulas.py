@@ -6,10 +6,11 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from factories import make_layer
+from factories import make_layer, tiny_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.convert import selected
+from sparse_bitnet.nn.convert import convert_, selected
+from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.nn.straight_through import InputQuantizer
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
@@ -167,6 +168,23 @@ def test_int4_hadamard_equals_its_formula() -> None:
     layer = make_layer("ternary-6:8,activation=int4-hadamard")
     effective = layer.select().effective(layer.weight)
     torch.testing.assert_close(layer(x), (codes * scale) @ effective.t() + layer.bias)
+
+
+def test_int8_hadamard_keeps_the_products_of_weights_before() -> None:
+    x, linear = torch.randn(3, 192), torch.nn.Linear(192, 20)
+    before, text = linear.weight.detach().clone(), "full-8:8,activation=int8-hadamard:block=32"
+    layer = SparseBitLinear.from_linear(linear, SparseBitConfig.parse(text), "a")
+    signs = torch.tensor([1 - 2 * (place * 0x9E3779B1 >> 16 & 1) for place in range(192)])
+    matrix = torch.block_diag(*[torch.tensor(hadamard(32)).float() / 32**0.5] * 6)
+    torch.testing.assert_close(layer.weight.detach(), (before * signs) @ matrix)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(layer.inputs.transform(x), (x * signs) @ matrix)
+    assert SparseBitLinear.from_linear(layer, layer.config, "a").weight is layer.weight
+    with pytest.raises(UserError, match="rotated for activation=int8-hadamard:block=32"):
+        SparseBitLinear.from_linear(layer, SparseBitConfig(), "a")
+    with pytest.raises(UserError, match="block=64 is not a power of two that divides 96 inputs"):
+        convert_(tiny_model("qwen2", hidden_size=96), SparseBitConfig.parse(text[:-9]))
 
 
 def test_schedules_equal_their_formulas() -> None:

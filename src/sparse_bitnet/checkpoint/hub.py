@@ -7,6 +7,7 @@ config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseB
 bit; the master weights are stored, so training can continue from there. Packed folders load alike.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.nn.ternary_tables import quantize_table, set_tables_
 from sparse_bitnet.packing.formats import QUANT_METHOD, SCALE_GROUPS, scale_group
+from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
@@ -117,6 +119,12 @@ class TrainedCheckpoint(Checkpoint):
             name: (layer.out_features, layer.in_features)
             for name, layer in sparse_layers(model).items()
         }
+        # Stored are the weights that multiply rotated inputs.
+        self.rotation = Rotation.of_format(
+            self.format, {width for _, width in self.layers.values()}
+        )
+        if self.rotation:
+            self.format = replace(self.format, activation="int8")
         self.has_masters = True
         self.has_one_scale = self.format.quantizer == REGISTERED["quantizer"]
         wanted = stored_tensors(model)

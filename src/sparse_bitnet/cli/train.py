@@ -226,7 +226,8 @@ def print_comparison(perplexity: float, config: TrainConfig) -> None:
     for name, value in perplexities.items():
         if value is not None:
             print(f"{name:<26}{value:>14,.2f}")
-    gguf = "q2_0" if "per-group" in config.format else "tq2_0"  # without scales of small groups
     print(f"next:\n  sparse-bitnet pack {config.out} PACKED")
     print("  sparse-bitnet generate PACKED --prompt TEXT")
-    print(f"  sparse-bitnet export {config.out} EXPORTED --to gguf-{gguf}")
+    if "hadamard" not in config.format:  # rotated weights, which few other tools read
+        gguf = "q2_0" if "per-group" in config.format else "tq2_0"  # without scales of small groups
+        print(f"  sparse-bitnet export {config.out} EXPORTED --to gguf-{gguf}")

@@ -125,7 +125,9 @@ def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
     config.pattern.check_divides(width, name)
     try:
         if not config.is_plain:
-            select(torch.ones(1, width, device="cpu"), config)  # where the model may be on "meta"
+            row = torch.ones(1, width, device="cpu")  # where the model may be on "meta"
+            select(row, config)
+            InputQuantizer(config).transform(row)
     except UserError as error:
         raise UserError(
             f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, "

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.selection import (
     Selection,
@@ -106,14 +107,32 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
-        """Return a layer that shares the parameters of `linear` (no copy, ties are kept)."""
+        """Return a layer that shares the parameters of `linear` (no copy, ties are kept); its weight is
+        changed in place if the activation `folds`."""
         layer = cls(
             linear.in_features, linear.out_features, device="meta", config=config, name=name
         )
-        return _adopt_parameters(layer, linear)
+        _adopt_parameters(layer, linear)
+        if isinstance(linear, SparseBitLinear):
+            if linear.config.activation == config.activation:
+                return layer
+            linear.check_basis()
+        if layer.inputs.variant.folds:
+            with torch.no_grad():
+                layer.weight.data = layer.inputs.transform(layer.weight.data)
+        return layer
+
+    def check_basis(self) -> None:
+        """Raise `UserError` if the weight is folded with the transform of its inputs."""
+        if self.inputs.variant.folds:
+            raise UserError(
+                f"the weights have been rotated for activation={self.config.activation}: convert the "
+                "model from before, or keep this activation"
+            )
 
     def to_linear(self) -> nn.Linear:
         """Return an ordinary layer that shares the parameters of this one."""
+        self.check_basis()
         return _adopt_parameters(
             nn.Linear(self.in_features, self.out_features, device="meta"), self
         )

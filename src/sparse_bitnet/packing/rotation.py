@@ -7,13 +7,15 @@ the signs s, one vector for each width of inputs. A row of a rotated embedding i
 The transform is computed in float32, sums of values 1, 2, 4 ... apart in this order.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.variants.built_in import hadamard
+from sparse_bitnet.layer_config import SparseBitConfig
+from sparse_bitnet.variants.built_in import hadamard, sign
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,22 @@ class Rotation:
     """Whether the embedding is rotated."""
     head: bool
     """Whether the output head is rotated."""
+
+    @classmethod
+    def of_format(cls, format: SparseBitConfig, widths: Iterable[int]) -> Self | None:
+        """Return the rotation of trained weights with such inputs; None where the format has none."""
+        activation = format.variant("activation")
+        if activation.name != "int8-hadamard":
+            return None
+        signs = {
+            width: np.packbits(sign(np.arange(width)) < 0, bitorder="little") for width in widths
+        }
+        return cls(
+            block=(activation.fields | activation.values)["block"],
+            signs={width: bits.tobytes() for width, bits in signs.items()},
+            embedding=False,
+            head=False,
+        )
 
     def values(self, width: int) -> np.ndarray:
         """Return the signs of inputs of this width: 1 and -1, float32 [width]."""

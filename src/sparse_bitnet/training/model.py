@@ -90,16 +90,20 @@ def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
     2022; alpha is twice the rank).
 
     Returns peft's wrapper, for `merged`; the model itself has the adapters. Raises `UserError` if peft
-    is not installed.
+    is not installed, and for layers that transform their inputs, which adapters get as they are.
     """
+    layers = sparse_layers(model)
+    for layer in layers.values():
+        if layer.inputs.variant.has("transform"):
+            raise UserError(f"lora needs activation=int8, not {layer.config.activation}")
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise UserError(
             f"lora needs peft, which is not installed: {install('fine-tuning')}"
         ) from None
-    names = list(sparse_layers(model))
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(layers))
+    return get_peft_model(model, config)
 
 
 @torch.no_grad()

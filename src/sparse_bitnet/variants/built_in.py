@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in scores, quantisers, activations and schedules, each with its source."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.variants.registry import (
@@ -194,6 +194,43 @@ def int4_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
     values = x.float()
     scale = values.abs().mean(-1, keepdim=True).clamp_min(1e-5) * 7**-0.5
     return (values / scale).round().clamp(-8, 7).char(), scale
+
+
+def sign(place: Any) -> Any:
+    """Return 1 or -1 for each position, as `rotate` multiplies it; an integer, an array or a tensor."""
+    return 1 - 2 * (place * 0x9E3779B1 >> 16 & 1)
+
+
+def rotate(x: "Tensor", *, block: int = 64) -> "Tensor":
+    """Multiply features by fixed signs, then each `block` of them by an orthonormal Hadamard matrix.
+
+    Where gradients are recorded this is one product, which rounds otherwise than `hadamard`.
+    """
+    import torch
+
+    features = x.shape[-1]
+    if block < 1 or block & (block - 1) or features % block:
+        raise UserError(
+            f"int8-hadamard: block={block} is not a power of two that divides {features} inputs"
+        )
+    x = x * sign(torch.arange(features, device=x.device)).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return hadamard(x.float(), block).to(x.dtype)
+    place = torch.arange(block, device=x.device)
+    parity = place[:, None] & place
+    for shift in (16, 8, 4, 2, 1):
+        parity = parity ^ parity >> shift
+    matrix = (1 - 2 * (parity & 1)).to(x.dtype) * block**-0.5
+    return (x.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
+
+
+@register_activation("int8-hadamard", transform=rotate, folds=True)
+def int8_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
+    """int8 per token in a rotated basis, in which few weights and inputs stand out (as in Ashkboos et
+    al., "QuaRot", NeurIPS 2024, but for ternary weights)."""
+    from sparse_bitnet.ops.quantize_int8 import quantize_int8
+
+    return quantize_int8(x)
 
 
 # Schedules: from the dense, full-precision model to the format, step by step.

@@ -67,6 +67,7 @@ class Variant:
     defaults; empty if an op of the package computes the variant."""
     sees_inputs: bool = False
     blends: bool = False
+    folds: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     """Values of fields that are not at their defaults."""
 
@@ -145,7 +146,7 @@ def register_quantizer(name: str) -> Callable[[F], F]:
 
 
 def register_activation(
-    name: str, *, transform: Callable[..., Any] | None = None
+    name: str, *, transform: Callable[..., Any] | None = None, folds: bool = False
 ) -> Callable[[F], F]:
     """Decorator that registers `function(x, *, fields) -> (codes, activation_scale)`: int8 [...,
     features] and float32 [..., 1].
@@ -154,8 +155,10 @@ def register_activation(
         name: as the text form has it.
         transform: `(x, *, fields) -> Tensor` of the same shape, applied first, with a gradient of its
             own; the weight then multiplies the transformed input.
+        folds: the transform is orthonormal, and conversion applies it to the rows of the weight too, so
+            that products stay the same.
     """
-    return _registers("activation", name, {"transform": transform})
+    return _registers("activation", name, {"transform": transform}, folds=folds)
 
 
 def register_schedule(name: str, *, blends: bool = False) -> Callable[[F], F]:
