@@ -159,7 +159,7 @@ def test_every_file_of_the_tree_exists():
 
 ELSEWHERE = {
     "a GPU": r"cuda|--forward int8|bench (decode|kernels|prefill|profile|train)",
-    "minutes; tests/paper runs it small": r"quickstart|reproduce|report|distill Qwen|steps (240|1900)",
+    "minutes; tests/paper runs it small": r"quickstart|reproduce|report|distill Qwen|steps (240|1836)",
     "the machine for itself; tests/bench runs it small": r" bench",
     "data sets of others": r"--tasks paper|train-00000",
     "a port, a terminal or a chat model; other tests have them": r" serve| chat |--chat|--from-model",

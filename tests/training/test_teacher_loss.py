@@ -278,6 +278,7 @@ def test_command_distils_and_refuses_extra_arguments(
         assert line.startswith(f"sample after step {step}: {prompt} ... ")
     assert step == 1
     assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 2e-3)
+    assert "activation=int8-hadamard:block=32,quantizer=per-group:size=32" in stored.format
     distill([str(teacher), str(out), "--data", distil().data])
     with pytest.raises(UserError, match="OUT is missing"):
         distill([str(teacher), "--steps", "1"])

@@ -2,6 +2,7 @@
 """`sparse-bitnet train`: a recipe plus overrides; `sparse-bitnet distill TEACHER OUT`: with a teacher."""
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.cli.arguments import HIDDEN
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.layer_config import DenseLayersOption
+from sparse_bitnet.layer_config import DenseLayersOption, SparseBitConfig
 from sparse_bitnet.presets import find_preset
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.recipes import RECIPES
@@ -73,6 +74,10 @@ class DistillOptions(Options):
     init: str | None = None
     """Model to start from instead of TEACHER: a folder, hub id or GGUF file."""
 
+    format: str = "auto"
+    """Weight format and N:M pattern, for example ternary-6:8,quantizer=per-group:size=64. auto: ternary
+    6:8 with such scales, in a rotated basis (activation=int8-hadamard), blended in (schedule=lambda)."""
+
     model: Annotated[str, HIDDEN] = TrainConfig.model
     initial_weights: Annotated[Literal["normal", "uniform"], HIDDEN] = "normal"
 
@@ -88,8 +93,23 @@ def main(arguments: list[str], kind: type[Options] = Options) -> None:
         chosen = parse(rest, stored, f"that of {out}", kind)
     if kind is DistillOptions:
         chosen.init = chosen.init or chosen.teacher
+    if chosen.format == "auto":
+        chosen.format = student_format(chosen.init) if chosen.init else TrainConfig.format
     check_effect(chosen, rest)
     run(chosen)
+
+
+def student_format(model: str) -> str:
+    """Return the format that cost least in `benchmarks/real_model.py`, fitted to a model: groups of 64
+    weights and blocks of 64 inputs, or as many as divide the inputs of all its linear layers."""
+    from sparse_bitnet.checkpoint.checkpoint import linear_shapes
+    from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+
+    shared = math.gcd(*(width for _, width in linear_shapes(find_checkpoint(model).model).values()))
+    size = min(64, shared & -shared)
+    scales = f"per-group:size={size}" if size >= 32 else "per-channel"
+    text = f"quantizer={scales},activation=int8-hadamard:block={size},schedule=lambda"
+    return str(SparseBitConfig.parse(f"{TrainConfig.format},{text}"))
 
 
 def distill(arguments: list[str]) -> None:

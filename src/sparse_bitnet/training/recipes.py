@@ -49,8 +49,8 @@ def paper_tuned() -> TrainConfig:
 
 def distill() -> TrainConfig:
     """Return a config that makes a pretrained model ternary and sparse, with itself as teacher: the best
-    that `benchmarks/real_model.py` has measured."""
-    return TrainConfig(learning_rate=2e-3, weight_decay=0.0, sequence_length=512)
+    that `benchmarks/real_model.py` has measured. The command chooses the format "auto" for the model."""
+    return TrainConfig(format="auto", learning_rate=2e-3, weight_decay=0.0, sequence_length=512)
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
