@@ -20,9 +20,6 @@ from typing import Any
 
 from recorded import record
 
-from sparse_bitnet.variants.built_in import hadamard
-from sparse_bitnet.variants.registry import register_activation
-
 GROUPS = "ternary-6:8,quantizer=per-group:size=64"
 BASE: dict[str, Any] = dict(
     format=GROUPS,
@@ -61,39 +58,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "activations not quantised": {"format": f"{GROUPS},activation=none"},
     "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},
     "schedule: gradual": {"format": f"{GROUPS},schedule=gradual:until=0.5"},
-    "basis rotated": {"format": f"{GROUPS},activation=rotated", "reconstruction_windows": 64},
+    "basis rotated": {"format": f"{GROUPS},activation=int8-hadamard"},
 }
-
-
-def rotate(x: Any) -> Any:
-    """Return H(s x), blockwise, with fixed signs s; H is the orthonormal Hadamard matrix."""
-    import torch
-
-    place = torch.arange(x.shape[-1], device=x.device)
-    return hadamard(x * (1 - 2 * (place * 0x9E3779B1 >> 16 & 1)))
-
-
-@register_activation("rotated", transform=rotate)
-def rotated(x: Any) -> tuple[Any, Any]:
-    """int8 codes of rotated inputs, for a model whose weights are rotated."""
-    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
-    return (x.float() / scale).round().clamp(-128, 127).char(), scale
-
-
-def rotated_model(teacher: str, folder: Path) -> str:
-    """Store the teacher with the weights of its blocks in the basis of `rotate`."""
-    import torch
-
-    from sparse_bitnet.checkpoint.load import load_tokenizer
-    from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
-
-    model: Any = find_checkpoint(teacher).load(dtype=torch.float32)
-    for module in model.get_decoder().layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = rotate(module.weight.data)
-    for part in (model, load_tokenizer(teacher)):
-        part.save_pretrained(folder)
-    return str(folder)
 
 
 def document_losses(model: Any, config: Any, device: Any, dtype: Any) -> list[tuple[float, int]]:
@@ -132,10 +98,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     values = BASE | TABLE[name] | json.loads(options.set)
     steps = max(1, options.tokens // (values["batch_size"] * values["sequence_length"]))
     out = options.runs / name.replace(" ", "-").replace(":", "of")
-    teacher = init = options.teacher
-    if "rotated" in values["format"]:
-        init = rotated_model(teacher, options.runs / "rotated")
-    own = dict(init=init, teacher=teacher, data=options.data, out=str(out), steps=steps)
+    teacher = options.teacher
+    own = dict(init=teacher, teacher=teacher, data=options.data, out=str(out), steps=steps)
     config = TrainConfig(**values, **own)
     seconds: list[float] = []
     result = train(config, on_step=lambda step: seconds.append(step["seconds"]))

@@ -24,13 +24,17 @@ def quickstart() -> str:
 
 
 def real_model() -> str:
+    rows = read("real-model")
+    base = {row["text"]: row["perplexity"] for row in rows if row["name"] == "ternary 6:8"}
+    for row in rows:
+        row["change"] = row["perplexity"] / base[row["text"]] - 1
     columns = [
         ("row", "{name}"),
         ("text", "{text}"),
         ("at the start", "{perplexity_at_start:,.0f}"),
     ]
-    columns += [("after 2.0 M tokens", "{perplexity:,.2f}"), ("KL", "{kl_divergence[0]:.3f}")]
-    return filled(columns, read("real-model"), "python benchmarks/real_model.py TEACHER DATA RUNS")
+    columns += [("after 2.0 M tokens", "{perplexity:,.2f}"), ("change", "{change:+.1%}")]
+    return filled(columns, rows, "python benchmarks/real_model.py TEACHER DATA RUNS")
 
 
 def real_patterns() -> str:
@@ -64,7 +68,7 @@ def long_run() -> str:
     columns = [("tokens", "{tokens:,}"), ("KL", "{kl_divergence:.3f}")]
     columns += [("perplexity", "{chat_perplexity:,.2f}"), ("Why is the sky blue?", "{sample}")]
     rows = [row for row in read("long-run") if row["sample"]]
-    return filled(columns, rows, "sparse-bitnet distill TEACHER RUN --data DATA --steps 1900")
+    return filled(columns, rows, "sparse-bitnet distill TEACHER RUN --data DATA --steps 1836")
 
 
 def student() -> str:
