@@ -136,8 +136,6 @@ def test_a_model_trained_in_a_rotated_basis_packs(tmp_path: Path) -> None:
         tiny_model("qwen3", vocab_size=512, hidden_size=128),
         "activation=int8-hadamard:block=32",
     )
-    dense = convert_(copy.deepcopy(model), f"full-8:8,{format}")
-    assert typical_error(logits(dense), logits(model)) < 0.02
     convert_(model, f"ternary-6:8,quantizer=per-group:size=32,{format}")
     save_pretrained(model, tmp_path / "final")
     pack_checkpoint(tmp_path / "final", tmp_path / "packed", embeddings="float32")

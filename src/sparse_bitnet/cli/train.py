@@ -106,7 +106,7 @@ def student_format(model: str) -> str:
     from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 
     shared = math.gcd(*(width for _, width in linear_shapes(find_checkpoint(model).model).values()))
-    size = min(64, shared & -shared)
+    size = min(64, shared & -shared) or 64
     scales = f"per-group:size={size}" if size >= 32 else "per-channel"
     text = f"quantizer={scales},activation=int8-hadamard:block={size},schedule=lambda"
     return str(SparseBitConfig.parse(f"{TrainConfig.format},{text}"))

@@ -90,6 +90,9 @@ def convert_(
         for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):
             _check_width(weight.shape[along], config, name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
+    own = {id(module): id(module.weight) for module in linear.values()}
+    if config.variant("activation").folds and len({*own.values()}) < len(own):
+        raise UserError(f"activation={config.activation} cannot rotate weights that layers share")
     sees_inputs = config.variant("score").sees_inputs
     if calibration is not None and sees_inputs and len(linear) < len(targets):
         raise UserError(
