@@ -33,7 +33,7 @@ class Options(DenseLayersOption, TrainConfig):
         "seed": "data and seeds",
         "micro_batch_size": "optimiser",
         "precision": "precision and speed",
-        "initial_weights": "model",
+        "lora": "model",
         "forward": "precision and speed",
         "validation_every": "validation, checkpoints and logging",
         "dense_layers": "model",
