@@ -43,8 +43,9 @@ class InputQuantizer:
         return self.variant.call(x, hook="transform") if self.variant.has("transform") else x
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return int8 [..., features] and float32 [..., 1]; None with int8, quantised by the products."""
-        if self.name == "int8":
+        """Return int8 [..., features] and float32 [..., 1]; None with int8, rotated or not, which the
+        products quantise."""
+        if self.name in ("int8", "int8-hadamard"):
             return None
         codes, scale = self.variant.call(x.detach())
         if codes.shape != x.shape or codes.dtype != torch.int8 or scale.shape != (*x.shape[:-1], 1):

@@ -228,9 +228,9 @@ def rotate(x: "Tensor", *, block: int = 64) -> "Tensor":
 def int8_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
     """int8 per token in a rotated basis, in which few weights and inputs stand out (as in Ashkboos et
     al., "QuaRot", NeurIPS 2024, but for ternary weights)."""
-    from sparse_bitnet.ops.quantize_int8 import quantize_int8
+    import torch
 
-    return quantize_int8(x)
+    return torch.ops.sparse_bitnet.quantize_int8(x)
 
 
 # Schedules: from the dense, full-precision model to the format, step by step.
