@@ -127,10 +127,10 @@ def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
     """Raise `UserError`, naming the layer, if the format does not support rows of `width` weights."""
     config.pattern.check_divides(width, name)
     try:
+        row = torch.ones(1, width, device="cpu")  # where the model may be on "meta"
+        InputQuantizer(config).transform(row)
         if not config.is_plain:
-            row = torch.ones(1, width, device="cpu")  # where the model may be on "meta"
             select(row, config)
-            InputQuantizer(config).transform(row)
     except UserError as error:
         raise UserError(
             f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, "
