@@ -248,6 +248,6 @@ def print_comparison(perplexity: float, config: TrainConfig) -> None:
             print(f"{name:<26}{value:>14,.2f}")
     print(f"next:\n  sparse-bitnet pack {config.out} PACKED")
     print("  sparse-bitnet generate PACKED --prompt TEXT")
-    if "hadamard" not in config.format:  # rotated weights, which few other tools read
+    if not format_of(config).variant("activation").has("transform"):  # which few tools know
         gguf = "q2_0" if "per-group" in config.format else "tq2_0"  # without scales of small groups
         print(f"  sparse-bitnet export {config.out} EXPORTED --to gguf-{gguf}")

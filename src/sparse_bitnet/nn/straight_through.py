@@ -43,11 +43,11 @@ class InputQuantizer:
         return self.variant.call(x, hook="transform") if self.variant.has("transform") else x
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return int8 [..., features] and float32 [..., 1]; None with int8, rotated or not, which the
-        products quantise."""
-        if self.name in ("int8", "int8-hadamard"):
+        """Return int8 [..., features] and float32 [..., 1]; None with int8, quantised by the products."""
+        quantized = None if self.name == "int8" else self.variant.call(x.detach())
+        if quantized is None:
             return None
-        codes, scale = self.variant.call(x.detach())
+        codes, scale = quantized
         if codes.shape != x.shape or codes.dtype != torch.int8 or scale.shape != (*x.shape[:-1], 1):
             raise UserError(
                 f"activation {self.variant.text}: returned {codes.dtype} {list(codes.shape)} and a scale "

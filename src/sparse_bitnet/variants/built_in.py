@@ -225,12 +225,9 @@ def rotate(x: "Tensor", *, block: int = 64) -> "Tensor":
 
 
 @register_activation("int8-hadamard", transform=rotate, folds=True)
-def int8_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
+def int8_hadamard(x: "Tensor") -> None:
     """int8 per token in a rotated basis, in which few weights and inputs stand out (as in Ashkboos et
     al., "QuaRot", NeurIPS 2024, but for ternary weights)."""
-    import torch
-
-    return torch.ops.sparse_bitnet.quantize_int8(x)
 
 
 # Schedules: from the dense, full-precision model to the format, step by step.

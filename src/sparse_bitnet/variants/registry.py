@@ -149,7 +149,7 @@ def register_activation(
     name: str, *, transform: Callable[..., Any] | None = None, folds: bool = False
 ) -> Callable[[F], F]:
     """Decorator that registers `function(x, *, fields) -> (codes, activation_scale)`: int8 [...,
-    features] and float32 [..., 1].
+    features] and float32 [..., 1]; or None to quantise as "int8" does.
 
     Args:
         name: as the text form has it.
