@@ -49,6 +49,10 @@ def test_plain_lines_have_rate_and_remaining_time(clock: list[float]) -> None:
         "training  100/100 steps, 0.5 steps/s, loss 100",
         "done [here]",
     ]
+    line = Progress(output := console(False, clock), plain_lines=2).line("reading", "MB")
+    line(2, 2)
+    line(1, 2, label="tokenising")
+    assert output.file.getvalue().splitlines() == ["reading  2/2 MB", "tokenising  1/2 MB"]
 
 
 def test_the_rate_is_that_of_the_last_minute(clock: list[float]) -> None:

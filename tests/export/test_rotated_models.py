@@ -132,12 +132,9 @@ def test_a_rotated_file_computes_the_model_from_before(tmp_path: Path, case: str
 
 
 def test_a_model_trained_in_a_rotated_basis_packs(tmp_path: Path) -> None:
-    model, format = (
-        tiny_model("qwen3", vocab_size=512, hidden_size=128),
-        "activation=int8-hadamard:block=32",
-    )
-    convert_(model, f"ternary-6:8,quantizer=per-group:size=32,{format}")
-    save_pretrained(model, tmp_path / "final")
+    model = tiny_model("qwen3", vocab_size=512, hidden_size=128)
+    format = "ternary-6:8,quantizer=per-group:size=32,activation=int8-hadamard:block=32"
+    save_pretrained(convert_(model, format), tmp_path / "final")
     pack_checkpoint(tmp_path / "final", tmp_path / "packed", embeddings="float32")
     trained = logits(from_pretrained(tmp_path / "final").eval())
     np.testing.assert_array_equal(logits(load_reference(tmp_path / "packed")), trained)

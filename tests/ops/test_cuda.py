@@ -19,10 +19,7 @@ from sparse_bitnet.ops.quantize_int8 import (
     quantize_windows,
     quantize_windows_reference,
 )
-from sparse_bitnet.ops.select_ternary import (
-    absmean_reference,
-    select_ternary_reference,
-)
+from sparse_bitnet.ops.select_ternary import absmean_reference, select_ternary_reference
 from sparse_bitnet.ops.windows import window_expand
 from sparse_bitnet.pattern import NMPattern
 

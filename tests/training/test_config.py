@@ -58,11 +58,13 @@ def test_bad_values_are_one_line(field, value):
     assert "\n" not in str(caught.value)
 
 
-def test_difference_ignores_where_and_how_often():
+def test_difference_ignores_where_and_how_often(tmp_path):
     base = TrainConfig()
     assert base.difference(dataclasses.replace(base, out="elsewhere", checkpoint_every=1)) == {}
     other = dataclasses.replace(base, learning_rate=1e-4, format="full-6:8")
     assert base.difference(other).keys() == {"learning_rate", "format"}
+    (tmp_path / "config.json").write_text(other.to_json())
+    assert read_config(tmp_path) == other
     taught = dataclasses.replace(base, teacher="t")
     caches = [dataclasses.replace(taught, logit_cache=cache) for cache in ("a", "b")]
     assert caches[0].difference(caches[1]) == {}

@@ -31,6 +31,7 @@ def test_cosine_rises_to_the_peak_and_falls_to_its_floor():
     assert max(values) == values[9] == 1.0
     assert values[-1] == pytest.approx(0.1)
     assert all(a > b for a, b in pairwise(values[10:]))
+    assert learning_rate(TrainConfig(steps=3, warmup_fraction=0.0, learning_rate=1.0), 1) <= 1.0
 
 
 def test_wsd_holds_the_peak_then_falls_in_a_straight_line():

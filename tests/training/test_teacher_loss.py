@@ -22,12 +22,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.training import distillation as teacher_module
 from sparse_bitnet.training.config import TrainConfig, read_config
-from sparse_bitnet.training.distillation import (
-    DistillationLoss,
-    LogitCache,
-    Teacher,
-    fingerprint,
-)
+from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher, fingerprint
 from sparse_bitnet.training.loss import hidden_states
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.reconstruction import reconstruct_
@@ -101,6 +96,7 @@ def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture)
     config = distil(steps=6, temperature=2.0, learning_rate=3e-4, reconstruction_windows=0)
     train(config)
     rows = read_rows(Path(config.out) / "metrics.jsonl")
+    assert rows[0]["step"] == 0
     before = rows[0]["validation_perplexity"]
     assert f"before the first step: validation perplexity {before:,.3f}" in capsys.readouterr().err
     curve = losses(config)
