@@ -30,8 +30,8 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
   constexpr int parts = BITS == 5 ? 2 : 4;
   __m512i entries = _mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes & 15));
   UNROLL for (int i = 1; i < parts; ++i) {
-    const Bytes part = codes & std::uint8_t(16 * parts - 16);
-    const __mmask64 here = _mm512_cmpeq_epi8_mask(bits(part), _mm512_set1_epi8(char(16 * i)));
+    const __m512i all = bits(codes), part = bits(codes & 48), value = _mm512_set1_epi8(char(16 * i));
+    const __mmask64 here = parts == 2 ? _mm512_test_epi8_mask(all, value) : _mm512_cmpeq_epi8_mask(part, value);
     entries = _mm512_mask_shuffle_epi8(entries, here, table.of[i], bits(codes & 15));
   }
   return bit_cast<Bytes>(entries);

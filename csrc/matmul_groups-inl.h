@@ -259,7 +259,36 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   }
 }
 
-// sums of a strip of lookup and of one token. Where a vector is the whole strip, every other of codes has sums of its
+// The activations of a block of lookup's strips: those of code v and digit p are v * step + p * apart bytes on.
+struct BlockActivations {
+#if defined(__aarch64__)
+  Bytes words[3][2];
+
+  TARGET __attribute__((always_inline)) BlockActivations(const std::int8_t* at, std::int64_t step, std::int64_t apart) {
+    UNROLL for (int i = 0; i < 2; ++i, at += 4 * step) {
+      if (step == 4) {
+        UNROLL for (int p = 0; p < 3; ++p) words[p][i] = load_bytes(at + p * apart);
+      } else {
+        const uint32x4x3_t by_digit = vld3q_u32(reinterpret_cast<const std::uint32_t*>(at));
+        UNROLL for (int p = 0; p < 3; ++p) words[p][i] = bit_cast<Bytes>(by_digit.val[p]);
+      }
+    }
+  }
+  TARGET __attribute__((always_inline)) Sums dot(const Sums& sum, const Bytes& codes, int v, int p) const {
+    return dot_lane(sum, codes, words[p][v / 4], v % 4);
+  }
+#else
+  const std::int8_t*& at;  // of code v
+  std::int64_t step, apart;
+
+  TARGET __attribute__((always_inline)) Small dot(const Small& sum, const Bytes& codes, int, int p) const {
+    return dot_codes(sum, codes, repeat4(at + p * apart));
+  }
+#endif
+};
+
+// sums of a strip of lookup and of one token. The vectors that make up 64 bytes take the groups one after another,
+// so that what each needs stays in registers. Where a vector is the whole strip, every other of codes has sums of its
 // own, so that none waits for the one before. Where a table is several vectors, one lookup is for all weights of a
 // code: fields of two bits, whose sums are 1, 4 and 16 times as large.
 TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
@@ -274,37 +303,36 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
   for (std::int64_t g = 0; g < groups;) {
     const bool is_shared = g + digits <= groups;
     const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
-    const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
-    Small small[of_strip][digits][chains] = {};
-    NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b) {
-      Bytes vectors[of_strip][Planes::shape.vectors()];
-      UNROLL for (int h = 0; h < of_strip; ++h) Planes::load_block(block + h * VECTOR_BYTES, vectors[h]);
-      UNROLL for (int v = 0; v < Planes::rows; ++v, codes_at += step) {
-        Bytes four[digits];
-        UNROLL for (int p = 0; p < digits; ++p) four[p] = repeat4(codes_at + p * apart);
-        UNROLL for (int h = 0; h < of_strip; ++h) {
-          Bytes codes = Planes::codes(vectors[h], v);
-          if (at_once) codes = look_up<Planes::shape.bits>(lookup_table(layout.all), codes);
-          UNROLL for (int p = 0; p < digits; ++p) {
-            Small& sum = small[h][p][v % chains];
-            Bytes weights = at_once ? codes & splat(std::uint8_t(3 << 2 * p)) : Planes::next(layout, codes, p);
-            const int place = (v * of_strip + h) * digits + p;
-            const int line = line_at(place, Planes::rows * of_strip * digits, Planes::shape.vectors());
-            if (line >= 0) prefetch_with(weights, block + line * block_bytes);
-            sum = dot_codes(sum, weights, four[p]);
-          }
-        }
-      }
-      block += Planes::shape.vectors() * block_bytes;
-    }
+    const std::int64_t bytes = lookup::strip_blocks(of.group, is_shared) * Planes::shape.vectors() * block_bytes;
     Sums dots[of_strip][digits] = {};
     UNROLL for (int h = 0; h < of_strip; ++h) {
+      const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
+      Small small[digits][chains] = {};
+      NO_UNROLL for (const std::uint8_t* from = block; from != block + bytes;) {
+        Bytes vectors[Planes::shape.vectors()];
+        Planes::load_block(from + h * VECTOR_BYTES, vectors);
+        const BlockActivations four{codes_at, step, apart};
+        UNROLL for (int v = 0; v < Planes::rows; ++v, codes_at += step) {
+          Bytes codes = Planes::codes(vectors, v);
+          if (at_once) codes = look_up<Planes::shape.bits>(lookup_table(layout.all), codes);
+          UNROLL for (int p = 0; p < digits; ++p) {
+            Small& sum = small[p][v % chains];
+            Bytes weights = at_once ? codes & splat(std::uint8_t(3 << 2 * p)) : Planes::next(layout, codes, p);
+            const int place = (h * Planes::rows + v) * digits + p;
+            const int line = line_at(place, Planes::rows * of_strip * digits, Planes::shape.vectors());
+            if (line >= 0) prefetch_with(weights, from + line * block_bytes);
+            sum = four.dot(sum, weights, v, p);
+          }
+        }
+        from += Planes::shape.vectors() * block_bytes;
+      }
       UNROLL for (int p = 0; p < digits; ++p) {
         Sums sum = {};
-        UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[h][p][k]);
+        UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[p][k]);
         dots[h][is_shared ? p : 0] += sum >> (at_once ? 2 * p : 0);
       }
     }
+    block += bytes;
     for (int p = 0; p < (is_shared ? digits : 1); ++p, ++g) {
       UNROLL for (int h = 0; h < of_strip; ++h) {
         Floats value = __builtin_convertvector(dots[h][p] - of.excess(token, 0, g), Floats);

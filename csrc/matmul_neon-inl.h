@@ -14,6 +14,17 @@ INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
   return sums;
 }
 
+// With the four bytes of one lane of x, which spares repeating them.
+INLINE Sums dot_lane(Sums sums, const Bytes& codes, const Bytes& x, int lane) {
+  switch (lane) {
+    case 0: __asm__("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums) : "w"(codes), "w"(x)); break;
+    case 1: __asm__("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sums) : "w"(codes), "w"(x)); break;
+    case 2: __asm__("sdot %0.4s, %1.16b, %2.4b[2]" : "+w"(sums) : "w"(codes), "w"(x)); break;
+    default: __asm__("sdot %0.4s, %1.16b, %2.4b[3]" : "+w"(sums) : "w"(codes), "w"(x));
+  }
+  return sums;
+}
+
 // The average rounds down, and floor((v + floor(v / 2)) / 2) is floor(3 v / 4) for odd v too.
 INLINE Bytes three_quarters(const Bytes& v) {
   return bit_cast<Bytes>(vhaddq_u8(bits(v), vshrq_n_u8(bits(v), 1)));
@@ -21,7 +32,8 @@ INLINE Bytes three_quarters(const Bytes& v) {
 
 using LookupTable = uint8x16x4_t;
 INLINE LookupTable lookup_table(const std::uint8_t* entries) { return vld1q_u8_x4(entries); }
-template <int>
+template <int BITS>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  if (BITS == 5) return bit_cast<Bytes>(vqtbl2q_u8({{table.val[0], table.val[1]}}, bits(codes & 31)));
   return bit_cast<Bytes>(vqtbl4q_u8(table, bits(codes & 63)));
 }
