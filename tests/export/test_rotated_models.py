@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from factories import tiny_model
 from packed_models import assert_close, load_reference, typical_error
@@ -125,6 +126,9 @@ def test_a_rotated_file_computes_the_model_from_before(tmp_path: Path, case: str
         import_checkpoint(path, tmp_path / "masters")
     with pytest.raises(UserError, match="has rotated weights, of which readers of gguf-q2_0"):
         exported(tmp_path / "packed", "q2_0")
+    export(tmp_path / "packed", tmp_path / "dense", ExportConfig(format="dense", embeddings="f32"))
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert typical_error(logits(dense), logits(plain)) < 1e-5
     written = (tmp_path / "packed" / "model.safetensors").read_bytes()
     for type in ("pq2_0", "ptq1_0"):
         import_checkpoint(exported(tmp_path / "packed", type), tmp_path / type, packed="auto")
@@ -140,8 +144,11 @@ def test_a_model_trained_in_a_rotated_basis_packs(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(load_reference(tmp_path / "packed")), trained)
     for isa in _cpu.supported_isas(for_tests=True):
         assert_close(engine_logits(tmp_path / "packed", isa=isa), trained)
-    with pytest.raises(UserError, match="has rotated weights, of which readers of dense"):
-        export(tmp_path / "final", tmp_path / "dense", ExportConfig(format="dense"))
+    with pytest.raises(UserError, match="readers of bitnet would compute nonsense: use --to dense"):
+        export(tmp_path / "final", tmp_path / "bitnet", ExportConfig(format="bitnet"))
+    export(tmp_path / "packed", tmp_path / "dense", ExportConfig(format="dense", embeddings="f32"))
+    dense = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"))
+    assert typical_error(unquantised(tmp_path / "packed"), dense) < 1e-5
 
 
 def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path) -> None:

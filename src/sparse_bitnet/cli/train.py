@@ -248,6 +248,8 @@ def print_comparison(perplexity: float, config: TrainConfig) -> None:
             print(f"{name:<26}{value:>14,.2f}")
     print(f"next:\n  sparse-bitnet pack {config.out} PACKED")
     print("  sparse-bitnet generate PACKED --prompt TEXT")
-    if not format_of(config).variant("activation").has("transform"):  # which few tools know
-        gguf = "q2_0" if "per-group" in config.format else "tq2_0"  # without scales of small groups
-        print(f"  sparse-bitnet export {config.out} EXPORTED --to gguf-{gguf}")
+    activation = format_of(config).variant("activation")
+    if activation.folds or not activation.has("transform"):
+        gguf = "gguf-q2_0" if "per-group" in config.format else "gguf-tq2_0"  # has no small groups
+        target = "dense" if activation.folds else gguf
+        print(f"  sparse-bitnet export {config.out} EXPORTED --to {target}")

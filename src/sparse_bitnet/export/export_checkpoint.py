@@ -20,10 +20,10 @@ float32 whatever the dtype of the rest, since readers cast it to their compute d
 dense: holds codes * scale, for tools without a ternary format. Such a tool multiplies with
 unquantised activations, so its logits differ from ours by the rounding of our activations.
 A tool that quantises the weights to ternary again gets a wrong scale, since zeros enter its mean (a
-factor of 0.65 for a 6:8 Gaussian); hence the warning.
+factor of 0.65 for a 6:8 Gaussian); hence the warning. Rotated weights return to the basis from before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -98,12 +98,12 @@ def export(
     support, or a full disk; nothing is then left behind.
     """
     out = check_new_folder(out)
-    if config.verify and (absent := absent_reader(config.format)):
-        raise UserError(f"--verify: {absent}; without --verify the export needs none")
     source = open_checkpoint(checkpoint, "trained", "packed")
     block = _block(config)
     if config.verify and block is not None:
         gguf_export.check_reader(source, block)
+    if config.verify and (absent := absent_reader(config.format)):
+        raise UserError(f"--verify: {absent}; without --verify the export needs none")
     text = text_to_verify(source, config) if config.verify else None
     write(source, out, config, on_progress)
     verification = None
@@ -129,10 +129,10 @@ def write(
             "inputs of layers; no other tool does that: run it with --engine transformers"
         )
     block = _block(config)
-    if source.rotation and block not in PRISM_TYPES:
+    if source.rotation and block not in PRISM_TYPES and config.format != "dense":
         raise UserError(
             f"{source.folder} has rotated weights, of which readers of {config.format} would compute "
-            "nonsense: use --to gguf-pq2_0 or gguf-ptq1_0"
+            "nonsense: use --to dense, gguf-pq2_0 or gguf-ptq1_0"
         )
     _check_tensors(source, holds_linear_norms=block is not None)
     group = check_folder_format(source, config.format) if block is None else 0
@@ -146,7 +146,9 @@ def write(
             for name in source.layers:
                 tensors += _layer(source, name, config.format, dtype, group)
             for name, shape in source.others.items():
-                tensors += converted(name, dtype, shape, partial(source.read, name))
+                tensors += converted(
+                    name, dtype, shape, partial(_unrotated, source, source.read, name)
+                )
             write_safetensors(folder / "model.safetensors", tensors, on_progress)
             values = older_rope(source.config) | plain_config(source.config, dtype)
             values |= {EXPORTED_FORMAT: str(source.format)}
@@ -217,13 +219,23 @@ def check_folder_format(source: Checkpoint, format: str) -> int:
     return shared
 
 
+def _unrotated(source: Checkpoint, read: Callable[[str], Tensor], name: str) -> Tensor:
+    """Return `read(name)`, of a layer or another tensor, in the basis from before a rotation."""
+    values, rotation = read(name), source.rotation
+    if rotation is None:
+        return values
+    tables = zip(source.embeddings, (rotation.embedding, rotation.head), strict=False)
+    return rotation.rows(values) if dict(tables).get(name, name in source.layers) else values
+
+
 def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype, group: int) -> Tensors:
     """Return the tensors that store a sparse layer's weight in `format`, with a scale for each `group` of
     a row or, if that is 0, for each row."""
     shape = source.layers[name]
     runs = shape[1] // group if group else 1
     if format == "dense":
-        return converted(f"{name}.weight", dtype, shape, partial(source.effective, name))
+        read = partial(_unrotated, source, source.effective, name)
+        return converted(f"{name}.weight", dtype, shape, read)
 
     def stored() -> Iterator[Tensor]:
         ternary = source.ternary(name)

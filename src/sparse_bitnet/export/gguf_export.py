@@ -60,7 +60,8 @@ def check_reader(source: Checkpoint, block: BlockType) -> None:
     """Raise `UserError` for a model whose file llama.cpp cannot read."""
     row = _metadata(source)[0]
     if block in (I2_S, *PRISM_TYPES):
-        raise UserError(f"--verify: llama.cpp does not read {block.name}; verify --to gguf-tq2_0")
+        known = "dense" if source.rotation else "gguf-tq2_0"
+        raise UserError(f"--verify: llama.cpp does not read {block.name}; verify --to {known}")
     if not row.in_llama_cpp:
         raise UserError(f"--verify: llama.cpp does not read {row.name}: {row.note}")
 
@@ -136,7 +137,7 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
         if source.rotation and block is not wanted:
             raise UserError(
                 f"layer {layer} has rows of {columns}, which do not fill {wanted.name}'s blocks of "
-                f"{wanted.codes}; only these hold rotated weights"
+                f"{wanted.codes}; only these hold rotated weights: use --to dense"
             )
         order = stored_order(row, source.config, layer)
         if 0 < group < columns and order is not None and order.columns is not None:
