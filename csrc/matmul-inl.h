@@ -5,7 +5,7 @@
 //   constexpr int rows_together, tokens_together     sums that stay in registers where rows are decoded
 //   constexpr int tile_vectors, tile_tokens          and where tiles are multiplied, see matmul_tiles-inl.h
 //   constexpr std::int64_t tile_from[]               by format, the count of tokens from which tiles are faster
-//   constexpr int group_tile_from, strip_tile_from   the same where ternary weights have group scales, and of i2
+//   constexpr int group_tile_from, strip_tile_from   the same with group scales, and of i2 then; lookup: two thirds
 //   constexpr int strips_together                    strips of i2 that are multiplied at once
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones

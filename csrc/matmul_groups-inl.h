@@ -35,12 +35,6 @@ struct GroupSums {
   }
 };
 
-// Codes plus one of columns [column, column + count) of a row, in their order.
-INLINE void unpack_codes(const Matrix& matrix, const std::uint8_t* row, std::int64_t column, std::int64_t count,
-                         std::uint8_t* out) {
-  unpack_planes_row<B3Planes>(row, matrix.columns, column, count, out);
-}
-
 // Where the scale of a row's first group lies; those of its next groups are strip_rows apart.
 INLINE std::int64_t scale_index(const Matrix& matrix, std::int64_t row) {
   return row / strip_rows * (matrix.columns / matrix.group) * strip_rows + row % strip_rows;
@@ -182,7 +176,7 @@ TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std:
       for (std::int64_t line = 0; line < bytes; line += 64) {
         prefetch(rows[0] + (bytes_from + line) * group_rows + i * 64);
       }
-      unpack_codes(matrix, rows[i], c, count, scratch.tile + i * row_bytes);
+      unpack_planes_row<B3Planes>(rows[i], matrix.columns, c, count, scratch.tile + i * row_bytes);
     }
     for (std::int64_t t = 0; t < x.tokens; ++t) {
       float* to = sums + t * max_rows_a_call;
@@ -260,89 +254,94 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
 }
 
 // The activations of a block of lookup's strips: those of code v and digit p are v * step + p * apart bytes on.
+template <int T>
 struct BlockActivations {
 #if defined(__aarch64__)
-  Bytes words[3][2];
-
-  TARGET __attribute__((always_inline)) BlockActivations(const std::int8_t* at, std::int64_t step, std::int64_t apart) {
-    UNROLL for (int i = 0; i < 2; ++i, at += 4 * step) {
+  Bytes words[T][3][2];
+  TARGET __attribute__((always_inline)) BlockActivations(const std::int8_t* at, std::int64_t step, std::int64_t apart,
+                                                         std::int64_t to_next) {
+    UNROLL for (int i = 0; i < 2 * T; ++i) {
+      const std::int8_t* from = at + i / 2 * to_next + i % 2 * 4 * step;
       if (step == 4) {
-        UNROLL for (int p = 0; p < 3; ++p) words[p][i] = load_bytes(at + p * apart);
+        UNROLL for (int p = 0; p < 3; ++p) words[i / 2][p][i % 2] = load_bytes(from + p * apart);
       } else {
-        const uint32x4x3_t by_digit = vld3q_u32(reinterpret_cast<const std::uint32_t*>(at));
-        UNROLL for (int p = 0; p < 3; ++p) words[p][i] = bit_cast<Bytes>(by_digit.val[p]);
+        const uint32x4x3_t by_digit = vld3q_u32(reinterpret_cast<const std::uint32_t*>(from));
+        UNROLL for (int p = 0; p < 3; ++p) words[i / 2][p][i % 2] = bit_cast<Bytes>(by_digit.val[p]);
       }
     }
   }
-  TARGET __attribute__((always_inline)) Sums dot(const Sums& sum, const Bytes& codes, int v, int p) const {
-    return dot_lane(sum, codes, words[p][v / 4], v % 4);
+  TARGET __attribute__((always_inline)) Sums dot(const Sums& sum, const Bytes& codes, int t, int v, int p) const {
+    return dot_lane(sum, codes, words[t][p][v / 4], v % 4);
   }
 #else
   const std::int8_t*& at;  // of code v
-  std::int64_t step, apart;
-
-  TARGET __attribute__((always_inline)) Small dot(const Small& sum, const Bytes& codes, int, int p) const {
-    return dot_codes(sum, codes, repeat4(at + p * apart));
+  std::int64_t step, apart, to_next;
+  TARGET __attribute__((always_inline)) Small dot(const Small& sum, const Bytes& codes, int t, int, int p) const {
+    return dot_codes(sum, codes, repeat4(at + t * to_next + p * apart));
   }
 #endif
 };
 
-// sums of a strip of lookup and of one token. The vectors that make up 64 bytes take the groups one after another,
-// so that what each needs stays in registers. Where a vector is the whole strip, every other of codes has sums of its
+// sums [T, max_rows_a_call] of a strip of lookup. The vectors that make up 64 bytes take the groups one after another,
+// so that what each needs stays in registers. Where one vector and token is all, every other of codes has sums of its
 // own, so that none waits for the one before. Where a table is several vectors, one lookup is for all weights of a
 // code: fields of two bits, whose sums are 1, 4 and 16 times as large.
+template <int T>
 TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
                                      const GroupSums& of, std::int64_t token, float* sums) {
   using Planes = TriplePlanes;
-  constexpr int of_strip = 64 / VECTOR_BYTES, chains = of_strip > 1 ? 1 : 2, digits = Planes::count;
+  constexpr int of_strip = 64 / VECTOR_BYTES, chains = of_strip * T > 1 ? 1 : 2, digits = Planes::count, rows = Planes::rows;
   constexpr bool at_once = std::is_same_v<Small, Sums> && sizeof(LookupTable) > VECTOR_BYTES;
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   const std::int64_t scale = scale_index(matrix, row), groups = of.in_row;
   const std::uint8_t* block = matrix.data + row * matrix.row_stride;
-  Floats total[of_strip] = {};
+  Floats total[T][of_strip] = {};
   for (std::int64_t g = 0; g < groups;) {
     const bool is_shared = g + digits <= groups;
     const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
     const std::int64_t bytes = lookup::strip_blocks(of.group, is_shared) * Planes::shape.vectors() * block_bytes;
-    Sums dots[of_strip][digits] = {};
+    Sums dots[T][of_strip][digits] = {};
     UNROLL for (int h = 0; h < of_strip; ++h) {
       const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
-      Small small[digits][chains] = {};
+      Small small[T][digits][chains] = {};
       NO_UNROLL for (const std::uint8_t* from = block; from != block + bytes;) {
         Bytes vectors[Planes::shape.vectors()];
         Planes::load_block(from + h * VECTOR_BYTES, vectors);
-        const BlockActivations four{codes_at, step, apart};
-        UNROLL for (int v = 0; v < Planes::rows; ++v, codes_at += step) {
+        const BlockActivations<T> four{codes_at, step, apart, x.stride};
+        UNROLL for (int v = 0; v < rows; ++v, codes_at += step) {
           Bytes codes = Planes::codes(vectors, v);
           if (at_once) codes = look_up<Planes::shape.bits>(lookup_table(layout.all), codes);
           UNROLL for (int p = 0; p < digits; ++p) {
-            Small& sum = small[p][v % chains];
             Bytes weights = at_once ? codes & splat(std::uint8_t(3 << 2 * p)) : Planes::next(layout, codes, p);
-            const int place = (h * Planes::rows + v) * digits + p;
-            const int line = line_at(place, Planes::rows * of_strip * digits, Planes::shape.vectors());
+            const int line = line_at((h * rows + v) * digits + p, rows * of_strip * digits, Planes::shape.vectors());
             if (line >= 0) prefetch_with(weights, from + line * block_bytes);
-            sum = four.dot(sum, weights, v, p);
+            UNROLL for (int t = 0; t < T; ++t) {
+              small[t][p][v % chains] = four.dot(small[t][p][v % chains], weights, t, v, p);
+            }
           }
         }
         from += Planes::shape.vectors() * block_bytes;
       }
-      UNROLL for (int p = 0; p < digits; ++p) {
+      UNROLL for (int i = 0; i < T * digits; ++i) {
         Sums sum = {};
-        UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[p][k]);
-        dots[h][is_shared ? p : 0] += sum >> (at_once ? 2 * p : 0);
+        UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[i / digits][i % digits][k]);
+        dots[i / digits][h][is_shared ? i % digits : 0] += sum >> (at_once ? i % digits * 2 : 0);
       }
     }
     block += bytes;
     for (int p = 0; p < (is_shared ? digits : 1); ++p, ++g) {
-      UNROLL for (int h = 0; h < of_strip; ++h) {
-        Floats value = __builtin_convertvector(dots[h][p] - of.excess(token, 0, g), Floats);
+      UNROLL for (int i = 0; i < T * of_strip; ++i) {
+        const int t = i / of_strip, h = i % of_strip;
+        Floats value = __builtin_convertvector(dots[t][h][p] - of.excess(token + t, 0, g), Floats);
         value *= scales_at<Floats>(matrix, scale + g * strip_rows + h * row_lanes);
-        if (of.activation_scales) value *= of.activation_scales[token * groups + g];
-        total[h] += value;
+        if (of.activation_scales) value *= of.activation_scales[(token + t) * groups + g];
+        total[t][h] += value;
       }
     }
   }
-  UNROLL for (int h = 0; h < of_strip; ++h) store(sums + h * row_lanes, total[h]);
+  UNROLL for (int i = 0; i < T * of_strip; ++i) {
+    store(sums + i / of_strip * max_rows_a_call + i % of_strip * row_lanes, total[i / of_strip][i % of_strip]);
+  }
 }
 
 // strip_sums for strips of rows [begin, end).

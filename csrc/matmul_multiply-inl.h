@@ -210,9 +210,8 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
   const bool of_i2 = format == WeightFormat::i2;
-  const bool tiles = x.tokens >= (matrix.group && of_i2 ? strip_tile_from
-                                  : matrix.group     ? group_tile_from
-                                                     : tile_from[int(format)]);
+  const bool tiles = x.tokens >= (matrix.in_strips() ? (of_i2 ? 3 : 2) * strip_tile_from / 3
+                                  : matrix.group     ? group_tile_from : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
   const bool fine = x.fine && is_int8;
   std::int32_t* dots = scratch.dots;
@@ -241,8 +240,10 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   } else if (matrix.in_strips() && !of_i2) {
     const GroupSums of(matrix, x, group_sums);
     for (std::int64_t r = begin; r < end; r += strip_rows) {
-      for (std::int64_t t = 0; t < x.tokens; ++t) {
-        lookup_strip_sums(matrix, r, x, of, t, sums + t * max_rows_a_call + (r - begin));
+      for (std::int64_t t = 0, count; t < x.tokens; t += count) {
+        count = x.tokens - t > 3 && VECTOR_BYTES == 64 ? 4 : x.tokens - t > 1 ? 2 : 1;
+        const auto add_up = count == 4 ? lookup_strip_sums<4> : count == 2 ? lookup_strip_sums<2> : lookup_strip_sums<1>;
+        add_up(matrix, r, x, of, t, sums + t * max_rows_a_call + (r - begin));
       }
     }
   } else if (matrix.in_strips()) {

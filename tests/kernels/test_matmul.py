@@ -286,7 +286,7 @@ def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, form
     for rows, columns in shapes:
         if columns <= group or (group and columns % group) or (format == "lookup" and group == 32):
             continue
-        for tokens in (1, 3, 5, 20, 37):
+        for tokens in (1, 3, 5, 6, 20, 37):
             shape = (rows, columns // group if group else 1)
             weights = draw_weights(generator, format, pattern, rows, columns)
             scales = torch.from_numpy(generator.uniform(-0.02, 0.02, shape))
