@@ -100,7 +100,7 @@ def test_rotated_qwen35_computes_the_model_from_before(tmp_path: Path, ties: boo
     assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-4
     with pytest.raises(UserError, match="in a rotated basis"):
         from_pretrained(folder)
-    wrong = {"block_size": 32, "version": 3, "sign_values": [1] * 1536}
+    wrong = {"block_size": 32, "version": 3, "sign_values": [1] * 1536, "gdn_v_grouped": False}
     wrong = {PREFIX + key: value for key, value in wrong.items()} | dict.fromkeys(DECLARED)
     for key, value in (wrong | {"modules": []}).items():
         path = folder / ("hadamard.json" if key.startswith(PREFIX) else "config.json")

@@ -228,6 +228,8 @@ def test_a_folder_of_rotated_floats_is_imported(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     import_checkpoint(tmp_path, tmp_path / "packed", packed="i2")
     assert open_checkpoint(tmp_path / "packed").rotation == rotation
+    path.write_text(path.read_text().replace('"model.', '"model.language_model.'))  # as in Qwen3.5
+    assert open_checkpoint(tmp_path).rotation == rotation
     assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-5
     records = [[{**tensors[0], key: 7}, *tensors[1:]] for key in ("axis", "role", "x")]
     for key, values in {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.config_fields import check_fields, shown
-from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.checkpoint.model_folder import read_json, text_model_name
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.rotation import Rotation
 
@@ -122,7 +122,8 @@ def manifest_keys(folder: Path) -> dict[str, Any]:
         check_fields(transform, ("block_size", "sign_mode"), str(path), {"name": _SIGNED})
         for record in values["tensors"]:
             check_fields({"axis": None, **record}, ("name", "role"), str(path), {"axis": -1})
-            names[record.get("role", "fold-before-matmul")].append(record["name"])
+            name = text_model_name(record["name"])
+            names[record.get("role", "fold-before-matmul")].append(name)
         version = {1: 1, 2: 1, 3: 2}[values["schema_version"]]
         if any(width != str(len(part)) for width, part in signs.items()):
             raise KeyError("a sign for each input")

@@ -98,6 +98,9 @@ class MlxFolder(ForeignFolder):
         path = self.folder / MLX_KEYS
         values = read_json(path)
         check_fields({k: v for k, v in values.items() if not k.startswith(PREFIX)}, (), str(path))
+        heads, shared = (self.config.get(f"linear_num_{n}_heads") for n in ("value", "key"))
+        if heads != shared and values.get(grouped := f"{PREFIX}gdn_v_grouped") is not True:
+            raise UserError(f"{path}: {grouped} is not true, but config.json groups the heads")
         return with_prefix(values), f"{path}: {PREFIX}", "language_model."
 
     def _is_kernel(self, name: str) -> bool:

@@ -297,6 +297,14 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
         ) from error
 
 
+def text_model_name(name: str) -> str:
+    """Return the name in Qwen3.5's language model of a tensor of the published model; empty for those of
+    an image encoder and of layers that predict several tokens."""
+    name = name.replace("model.language_model.", "model.", 1)
+    name = name.removeprefix("language_model.")  # in front, in MLX's folders
+    return "" if name.startswith(("mtp.", "model.visual.", "vision_tower.")) else name
+
+
 class WeightFiles:
     """The tensors of some safetensors files by name. Nothing stays open or in memory between two reads.
 
@@ -358,18 +366,9 @@ class WeightFiles:
         return files
 
     def _of_text_model(self) -> "WeightFiles":
-        """Return a Qwen3.5 language model's tensors under its names, without those of an image encoder
-        and of layers that predict several tokens; return any other model's unchanged."""
+        """Return a Qwen3.5 language model's tensors under its names; any other model's unchanged."""
         model_type = read_json_if_there(self.folder / CONFIG_FILE).get("model_type")
-        if model_type not in QWEN35_TYPES:
-            return self
-
-        def new_name(name: str) -> str:
-            name = name.replace("model.language_model.", "model.", 1)
-            name = name.removeprefix("language_model.")  # in front, in MLX's folders
-            return "" if name.startswith(("mtp.", "model.visual.", "vision_tower.")) else name
-
-        return self.renamed(new_name)
+        return self.renamed(text_model_name) if model_type in QWEN35_TYPES else self
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
