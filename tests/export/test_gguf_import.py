@@ -18,7 +18,7 @@ from factories import edit_json, tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_shapes, stored_tensors
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
-from sparse_bitnet.checkpoint.gguf_tokenizer import read_tokenizer, write_tokenizer
+from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer, write_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.cli.evaluate import main as evaluate
@@ -637,6 +637,12 @@ def test_special_tokens_are_spelled_as_in_texts(tmp_path: Path, types: list[int]
     assert tokenizer.decode([3, 0, 4, 1]) == tokens[3] + text
     if types:
         assert tokenizer(f"c{tokens[5]}b").input_ids == [3, 2, 5, 1]
+
+
+def test_qwen35_splits_texts_as_transformers_does() -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    (row,) = (row for row in PRE_TOKENIZERS if row.names == ("qwen35",))
+    assert row.regexes == (theirs.PRETOKENIZE_REGEX,)
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "llama"])
