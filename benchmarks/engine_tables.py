@@ -69,12 +69,14 @@ def peers_bitnet() -> str:
 def bonsai() -> str:
     columns = [("model", "{model}"), ("engine", "{engine}"), ("weight format", "{type}")]
     columns += [("prefill", "{prefill:.1f}"), ("decode", "{decode:.1f}"), ("bandwidth", "{share}")]
+    columns += [("resident, MB", "{memory}")]
     rows: dict[tuple, Row] = {}
     for row in (each for each in read("bonsai") if "phase" in each):
         alone = {"engine": f"{OURS}, alone", "type": row.get("weight_format")}
         own = rows.setdefault((row["model"], row.get("engine")), alone | row)
-        own[row["phase"]] = row["tokens_per_second"]
-        own["share"] = f"{row['memory_share']:.0%}" if row.get("memory_share") else "-"
+        share, memory = row.get("memory_share"), row.get("resident_bytes")
+        own |= {row["phase"]: row["tokens_per_second"], "share": f"{share:.0%}" if share else "-"}
+        own["memory"] = f"{memory / 1e6:.0f}" if memory else "-"
     return filled(columns, [*rows.values()], "python benchmarks/peers.py --model M --type tq2_0")
 
 
@@ -189,14 +191,10 @@ def contexts() -> str:
 
 def closeness() -> str:
     head = ["logits of", "positions", "median error", "largest", "above 1e-3", "perplexity"]
+    other = ("reference_own_error", "reference_own_positions_above_1e-3", "reference_perplexity")
     kinds = (
         ("the CPU engine", "relative_error", "positions_above_1e-3", "perplexity"),
-        (
-            "transformers, other attention",
-            "reference_own_error",
-            "reference_own_positions_above_1e-3",
-            "reference_perplexity",
-        ),
+        ("transformers, other attention", *other),
     )
     [row] = read("precision", what="closeness")
     lines = []
