@@ -47,8 +47,8 @@ class MlxFolder(ForeignFolder):
         super().__init__(stored)
         if (rotation := self.rotation) is None:
             return
-        tables = zip(self.embeddings, (rotation.embedding, rotation.head), strict=False)
-        rotated = [*self.layers, *(n.removesuffix(".weight") for n, is_one in tables if is_one)]
+        tables = rotation.tables(self.embeddings)
+        rotated = [*self.layers, *(name.removesuffix(".weight") for name in tables)]
         record = {"block": rotation.block, "dtype": "float16"}
         ours = [
             {**record, "path": n, "embedding": f"{n}.weight" == self.embeddings[0]} for n in rotated

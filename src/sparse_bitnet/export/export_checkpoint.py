@@ -222,10 +222,9 @@ def check_folder_format(source: Checkpoint, format: str) -> int:
 def _unrotated(source: Checkpoint, read: Callable[[str], Tensor], name: str) -> Tensor:
     """Return `read(name)`, of a layer or another tensor, in the basis from before a rotation."""
     values, rotation = read(name), source.rotation
-    if rotation is None:
+    if rotation is None or name not in (*source.layers, *rotation.tables(source.embeddings)):
         return values
-    tables = zip(source.embeddings, (rotation.embedding, rotation.head), strict=False)
-    return rotation.rows(values) if dict(tables).get(name, name in source.layers) else values
+    return rotation.rows(values)
 
 
 def _layer(source: Checkpoint, name: str, format: str, dtype: torch.dtype, group: int) -> Tensors:

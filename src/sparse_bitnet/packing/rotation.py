@@ -7,7 +7,7 @@ the signs s, one vector for each width of inputs. A row of a rotated embedding i
 The transform is computed in float32, sums of values 1, 2, 4 ... apart in this order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -54,6 +54,11 @@ class Rotation:
         """Return the signs of inputs of this width: 1 and -1, float32 [width]."""
         bits = np.frombuffer(self.signs[width], np.uint8)
         return 1 - 2 * np.unpackbits(bits, count=width, bitorder="little").astype(np.float32)
+
+    def tables(self, names: Sequence[str]) -> list[str]:
+        """Return the rotated ones of `names`: of the embedding and, unless it is shared, of the head."""
+        are_rotated = (self.embedding, self.head)
+        return [name for name, is_rotated in zip(names, are_rotated, strict=False) if is_rotated]
 
     def inputs(self, x: "Tensor") -> "Tensor":
         """Return H(s x), which a stored matrix multiplies; floats [..., width]."""
