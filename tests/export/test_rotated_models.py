@@ -38,6 +38,8 @@ from sparse_bitnet.engine.engine import Engine
 TOKENS = np.arange(7, 301, 7, np.int32).reshape(7, 6)  # where a rounding turns, others stay
 SIZES: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 48}
 WIDTHS = (256, 384, 512)  # 384 = 3 x 128, of o
+COMPOSITE = "model.language_model."
+TRANSFORM = {"name": "normalized-signed-sylvester-walsh-hadamard", "sign_mode": "explicit"}
 
 
 def rotation_of(widths: tuple[int, ...], block: int, embedding: bool, head: bool) -> Rotation:
@@ -211,6 +213,14 @@ def test_unrotated_tables_and_shared_heads_are_read() -> None:
         read(True, weight_names=["a", "b"])
 
 
+def manifest_of(rotation: Rotation, tensors: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        **{"schema_version": 1, "kind": "hadamard-weight-fold", "tensors": tensors},
+        **{"status": "requires-matching-runtime", "transform": TRANSFORM | {"block_size": 64}},
+        "signs": {str(w): rotation.values(w).astype(int).tolist() for w in rotation.signs},
+    }
+
+
 def test_a_folder_of_rotated_floats_is_imported(tmp_path: Path) -> None:
     model = with_ternary_tables(128, "llama", tie_word_embeddings=False, **SIZES)
     rotation = rotation_of(WIDTHS, 64, True, True)
@@ -218,27 +228,32 @@ def test_a_folder_of_rotated_floats_is_imported(tmp_path: Path) -> None:
     names = [name for name in model.state_dict() if name.endswith("proj.weight")]
     tensors: list[dict[str, Any]] = [{"name": name, "axis": -1} for name in [*names, HEAD]]
     tensors += [{"name": EMBEDDING, "axis": -1, "role": "inverse-after-lookup"}]
-    transform = {"name": "normalized-signed-sylvester-walsh-hadamard", "sign_mode": "explicit"}
-    manifest: dict[str, Any] = {
-        **{"schema_version": 1, "kind": "hadamard-weight-fold", "tensors": tensors},
-        **{"status": "requires-matching-runtime", "transform": transform | {"block_size": 64}},
-        "signs": {str(w): rotation.values(w).astype(int).tolist() for w in rotation.signs},
-    }
-    path = tmp_path / "hadamard_packing.json"
+    manifest, path = manifest_of(rotation, tensors), tmp_path / "hadamard_packing.json"
     path.write_text(json.dumps(manifest))
     import_checkpoint(tmp_path, tmp_path / "packed", packed="i2")
     assert open_checkpoint(tmp_path / "packed").rotation == rotation
-    path.write_text(path.read_text().replace('"model.', '"model.language_model.'))  # as in Qwen3.5
-    assert open_checkpoint(tmp_path).rotation == rotation
     assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-5
     records = [[{**tensors[0], key: 7}, *tensors[1:]] for key in ("axis", "role", "x")]
+    renamed = [{**each, "name": each["name"].replace("model.", COMPOSITE)} for each in tensors]
     for key, values in {
         **{"schema_version": [0, 3, 4, None], "kind": ["other", None], "status": [None]},
         **{"extra": [1], "tied_output": [True], "signs": [{}, {"256": [1]}, 3, {"x": []}]},
-        "transform": [transform, 3, manifest["transform"] | {"seed": 1}],
-        "tensors": [tensors[1:], [3], None, *records],
+        "transform": [TRANSFORM, 3, manifest["transform"] | {"seed": 1}],
+        "tensors": [tensors[1:], renamed, [3], None, *records],
     }.items():
         for value in values:
             path.write_text(json.dumps(manifest | {key: value}))
             with pytest.raises(UserError, match=r"hadamard_packing\.json: "):
                 open_checkpoint(tmp_path)
+
+
+def test_a_manifest_of_qwen35_has_the_names_of_the_composite_model(tmp_path: Path) -> None:
+    model, rotation = ternary_qwen35(128), rotation_of((256, 512, 768), 64, False, False)
+    for block in model.model.layers[:-1]:
+        torch.nn.init.normal_(block.linear_attn.in_proj_a.weight)  # as dense as the other gate
+    model.save_pretrained(tmp_path)
+    names = [name for name in model.state_dict() if name.endswith(TERNARY)]
+    tensors = [{"name": name.replace("model.", COMPOSITE), "axis": -1} for name in names]
+    manifest = manifest_of(rotation, tensors)
+    (tmp_path / "hadamard_packing.json").write_text(json.dumps(manifest))
+    assert open_checkpoint(tmp_path).rotation == rotation

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.config_fields import check_fields, shown
-from sparse_bitnet.checkpoint.model_folder import read_json, text_model_name
+from sparse_bitnet.checkpoint.model_folder import is_qwen35, read_json, text_model_name
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.rotation import Rotation
 
@@ -112,7 +112,7 @@ def manifest_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of a folder's hadamard_packing.json as a GGUF file would have them. Raises
     `UserError` for a manifest of another kind or schema, and for unknown entries."""
     path = folder / MANIFEST
-    values = read_json(path)
+    values, has_other_names = read_json(path), is_qwen35(folder)
     only = {"kind": "hadamard-weight-fold", "status": "requires-matching-runtime"}
     read = ("schema_version", "transform", "signs", "tensors", "tied_output", "producer")
     check_fields(dict.fromkeys(only) | values, read, str(path), only)
@@ -122,7 +122,7 @@ def manifest_keys(folder: Path) -> dict[str, Any]:
         check_fields(transform, ("block_size", "sign_mode"), str(path), {"name": _SIGNED})
         for record in values["tensors"]:
             check_fields({"axis": None, **record}, ("name", "role"), str(path), {"axis": -1})
-            name = text_model_name(record["name"])
+            name = text_model_name(record["name"]) if has_other_names else record["name"]
             names[record.get("role", "fold-before-matmul")].append(name)
         version = {1: 1, 2: 1, 3: 2}[values["schema_version"]]
         if any(width != str(len(part)) for width, part in signs.items()):

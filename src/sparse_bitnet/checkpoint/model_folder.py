@@ -297,6 +297,11 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
         ) from error
 
 
+def is_qwen35(folder: Path) -> bool:
+    """Whether config.json is Qwen3.5's, whose tensors may be named as with an image encoder."""
+    return read_json_if_there(folder / CONFIG_FILE).get("model_type") in QWEN35_TYPES
+
+
 def text_model_name(name: str) -> str:
     """Return the name in Qwen3.5's language model of a tensor of the published model; empty for those of
     an image encoder and of layers that predict several tokens."""
@@ -367,8 +372,7 @@ class WeightFiles:
 
     def _of_text_model(self) -> "WeightFiles":
         """Return a Qwen3.5 language model's tensors under its names; any other model's unchanged."""
-        model_type = read_json_if_there(self.folder / CONFIG_FILE).get("model_type")
-        return self.renamed(text_model_name) if model_type in QWEN35_TYPES else self
+        return self.renamed(text_model_name) if is_qwen35(self.folder) else self
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
