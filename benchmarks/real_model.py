@@ -2,11 +2,11 @@
 """A pretrained model made ternary and N:M sparse: choices of the recipe, each in equal tokens.
 
     python benchmarks/real_model.py TEACHER DATA RUNS --workers 4
-    python benchmarks/real_model.py TEACHER DATA RUNS --only "start: converted" --tokens 10000000
+    python benchmarks/real_model.py TEACHER DATA RUNS --only "scale of a row, 1e-3" --tokens 10000000
 
 DATA is prepared text; `--chats` names prepared conversations, whose held-out part is scored as well.
-Each row trains in a process of its own, in RUNS/NAME, and is recorded when it ends; `--workers` rows
-train at a time, and rows that are there are skipped.
+A name may end in another learning rate. Each row trains in a process of its own, in RUNS/NAME, and is
+recorded when it ends; `--workers` rows train at a time, and rows that are there are skipped.
 """
 
 import argparse
@@ -46,8 +46,6 @@ TABLE: dict[str, dict[str, Any]] = {
     "full 6:8": {"format": "full-6:8", **FULL},
     "full 2:4": {"format": "full-2:4", **FULL},
     "start: converted": {"reconstruction_windows": 0},
-    "learning rate 1e-3": {"learning_rate": 1e-3},
-    "learning rate 4e-3": {"learning_rate": 4e-3},
     "scale of a matrix": {"format": "ternary-6:8"},
     "scale of a row": {"format": "ternary-6:8,quantizer=per-channel"},
     "groups of 32": {"format": GROUPS.replace("64", "32")},
@@ -59,6 +57,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},
     "schedule: gradual": {"format": f"{GROUPS},schedule=gradual:until=0.5"},
     "basis rotated": {"format": f"{GROUPS},activation=int8-hadamard"},
+    "rotated and lambda": {"format": f"{GROUPS},activation=int8-hadamard,schedule=lambda"},
 }
 
 
@@ -95,7 +94,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
     from sparse_bitnet.training.trainer import train
 
-    values = BASE | TABLE[name] | json.loads(options.set)
+    choice, _, rate = name.partition(", ")
+    values = BASE | TABLE[choice] | json.loads(options.set)
+    values |= {"learning_rate": float(rate)} if rate else {}
     steps = max(1, options.tokens // (values["batch_size"] * values["sequence_length"]))
     out = options.runs / name.replace(" ", "-").replace(":", "of")
     teacher = options.teacher
