@@ -22,8 +22,6 @@ _PUBLIC = {
     "absmean": "ops.select_ternary",
     "quantize_ternary": "ops.select_ternary",
     "quantize_int8": "ops.quantize_int8",
-    "fake_quantize_ternary": "nn.straight_through",
-    "fake_quantize_int8": "nn.straight_through",
     "SparseBitConfig": "layer_config",
     "SparseBitLinear": "nn.layer",
     "convert_": "nn.convert",

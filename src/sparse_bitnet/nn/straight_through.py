@@ -15,20 +15,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.ops.int8_linear import int8_linear, int8_linear_reference
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
-from sparse_bitnet.ops.select_ternary import quantize_ternary
 from sparse_bitnet.packing.two_bits import unpack_codes
-
-
-def fake_quantize_ternary(weight: Tensor) -> Tensor:
-    """Return the ternary weight, codes times scale, in the dtype of `weight`; identity gradient."""
-    codes, scale = quantize_ternary(weight)
-    return straight_through(weight, (codes * scale).to(weight.dtype))
-
-
-def fake_quantize_int8(x: Tensor) -> Tensor:
-    """Return the int8 activation, codes times scale, in the dtype of `x`; identity gradient."""
-    codes, scale = quantize_int8(x)
-    return straight_through(x, (codes * scale).to(x.dtype))
 
 
 class InputQuantizer:
