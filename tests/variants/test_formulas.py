@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import hadamard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from factories import make_layer, tiny_model
 from sparse_bitnet.errors import UserError
@@ -178,6 +179,8 @@ def test_int8_hadamard_keeps_the_products_of_weights_before() -> None:
     matrix = torch.block_diag(*[torch.tensor(hadamard(32)).float() / 32**0.5] * 6)
     torch.testing.assert_close(layer.weight.detach(), (before * signs) @ matrix)
     torch.testing.assert_close(layer.inputs.transform(x), (x * signs) @ matrix)
+    nodes = make_fx(lambda x: layer.inputs.transform(x))(x).graph.nodes
+    assert max(n for node in nodes for n in node.args if type(n) is int) < 1 << 31, "as in Triton"
     assert SparseBitLinear.from_linear(layer, layer.config, "a").weight is layer.weight
     with pytest.raises(UserError, match="rotated for activation=int8-hadamard:block=32"):
         SparseBitLinear.from_linear(layer, SparseBitConfig(), "a")
