@@ -184,6 +184,8 @@ def test_hadamard_matrices_give_the_bits_of_the_reference(block, isa):
             signs_of = [0 if each is one else each.data_ptr() for each in (before, after)]
             _cpu.Kernels.choose(isa).hadamard(memory.data_ptr() + 4, *signs_of, n, block)
             assert_same(memory[1 : n + 1], hadamard(x * before, block) * after)
+            by_op = torch.ops.sparse_bitnet.hadamard(x * before, block)
+            assert_same(memory[1 : n + 1], by_op * after)
             assert memory[[0, *range(n + 1, n + 65)]].isnan().all()
 
 

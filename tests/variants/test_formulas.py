@@ -179,6 +179,9 @@ def test_int8_hadamard_keeps_the_products_of_weights_before() -> None:
     matrix = torch.block_diag(*[torch.tensor(hadamard(32)).float() / 32**0.5] * 6)
     torch.testing.assert_close(layer.weight.detach(), (before * signs) @ matrix)
     torch.testing.assert_close(layer.inputs.transform(x), (x * signs) @ matrix)
+    with torch.no_grad():  # also where it is compiled for inference
+        compiled = torch.compile(layer.inputs.transform, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), (x * signs) @ matrix)
     nodes = make_fx(lambda x: layer.inputs.transform(x))(x).graph.nodes
     assert max(n for node in nodes for n in node.args if type(n) is int) < 1 << 31, "as in Triton"
     assert SparseBitLinear.from_linear(layer, layer.config, "a").weight is layer.weight

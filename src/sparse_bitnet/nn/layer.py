@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.selection import (
-    Selection,
-    select,
-    spread_scale,
-    state_of,
-    watch_optimizers,
-)
+from sparse_bitnet.nn.selection import Selection, select, spread_scale, state_of, watch_optimizers
 from sparse_bitnet.nn.straight_through import (
     InputQuantizer,
     output_dtype,

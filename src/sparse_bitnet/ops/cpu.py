@@ -68,6 +68,12 @@ class Kernels:
         self._kernels.quantize_groups(*_at(weight), *sizes, *where, self.threads)
         return codes, scale
 
+    def hadamard(self, x: Tensor, block: int) -> Tensor:
+        """See `variants.built_in.hadamard`."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        self._kernels.hadamard(x.data_ptr(), 0, 0, x.numel(), block)
+        return x
+
     def quantize_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `ops.quantize_int8`."""
         x = x.contiguous()

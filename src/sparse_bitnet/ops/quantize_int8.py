@@ -11,6 +11,7 @@ from sparse_bitnet.ops.backends import define, takes_values
 from sparse_bitnet.ops.windows import gather_index
 from sparse_bitnet.packing.formats import SCALE_FLOOR
 from sparse_bitnet.pattern import NMPattern
+from sparse_bitnet.variants.built_in import hadamard
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,4 +63,9 @@ define(
 define(
     "quantize_windows(Tensor x, int n, int m) -> (Tensor codes, Tensor activation_scale)",
     quantize_windows_reference,
+)
+define(
+    "hadamard(Tensor x, int block) -> Tensor",
+    hadamard,
+    takes=lambda x, block: x.dtype == torch.float32 and takes_values(x),
 )

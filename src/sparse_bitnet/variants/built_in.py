@@ -216,7 +216,7 @@ def rotate(x: "Tensor", *, block: int = 64) -> "Tensor":
         )
     x = x * sign(torch.arange(features, device=x.device)).to(x.dtype)
     if not torch.is_grad_enabled():
-        return hadamard(x.float(), block).to(x.dtype)
+        return torch.ops.sparse_bitnet.hadamard(x.float(), block).to(x.dtype)
     place = torch.arange(block, device=x.device)
     parity = place[:, None] & place
     for shift in (16, 8, 4, 2, 1):
