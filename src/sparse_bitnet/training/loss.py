@@ -355,8 +355,8 @@ def validation_loss(
     """Return `mean_token_loss` over the first `validation_tokens` of the validation split, in whole
     sequences that the processes of `world` share."""
     world, windows = world or World(), _count(held_out, config)
-    own = max(1, config.batch_size // world.size)  # as many as a step has at most
-    size = min(config.micro_batch_size or own, own)
+    own = max(1, config.batch_size // world.size)
+    size = 4 * min(config.micro_batch_size or own, own)  # no gradients need memory
 
     def batches() -> Iterator[Sequence[Tensor]]:
         for start in range(0, windows, size * world.size):
