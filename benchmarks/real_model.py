@@ -36,7 +36,6 @@ BASE: dict[str, Any] = dict(
     layer_metrics_every=0,
     checkpoint_every=0,
 )
-DOCUMENTS = 500
 FULL = {"learning_rate": 2e-4, "reconstruction_windows": 0}
 TABLE: dict[str, dict[str, Any]] = {
     "ternary 6:8": {},
@@ -61,7 +60,7 @@ TABLE: dict[str, dict[str, Any]] = {
 }
 
 
-def document_losses(model: Any, config: Any, device: Any, dtype: Any) -> list[tuple[float, int]]:
+def document_losses(model: Any, config: Any, device: Any, dtype: Any, count: int) -> list[Any]:
     """Return summed loss and number of tokens of held-out documents, each up to a window's length."""
     import numpy as np
     import torch
@@ -73,7 +72,7 @@ def document_losses(model: Any, config: Any, device: Any, dtype: Any) -> list[tu
 
     text, loss = TokenDataset.open(config.data, "validation"), SummedLoss(model)
     ids = np.asarray(text[: len(text)]).astype(np.int64)
-    documents = np.split(ids, np.flatnonzero(ids == text.eos_token_id) + 1)[:DOCUMENTS]
+    documents = np.split(ids, np.flatnonzero(ids == text.eos_token_id) + 1)[:count]
     sums = []
     with torch.no_grad(), evaluation_mode(model), selected(model), autocast(device, dtype):
         for document in documents:
@@ -119,7 +118,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     device = resolve_device("auto")
     dtype = resolve_dtype("auto", device)
     model: Any = from_pretrained(out / "final", dtype=torch.float32).to(device)
-    row["documents"] = document_losses(model, config, device, dtype)
+    row["documents"] = document_losses(model, config, device, dtype, options.documents)
     if options.chats:
         chats = replace(config, data=options.chats)
         held_out, loss = held_out_windows(chats), SummedLoss(model, config.loss_chunk_tokens)
@@ -136,6 +135,7 @@ def main() -> None:
     parser.add_argument("--chats")
     parser.add_argument("--tokens", type=int, default=2_000_000)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--documents", type=int, default=500, help="documents to score one by one")
     parser.add_argument("--only", nargs="*", default=list(TABLE), help="names of rows")
     parser.add_argument("--set", default="{}", help="JSON of options that differ from the table's")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -28,11 +28,8 @@ def real_model() -> str:
     base = {row["text"]: row["perplexity"] for row in rows if row["name"] == "ternary 6:8"}
     for row in rows:
         row["change"] = row["perplexity"] / base[row["text"]] - 1
-    columns = [
-        ("row", "{name}"),
-        ("text", "{text}"),
-        ("at the start", "{perplexity_at_start:,.0f}"),
-    ]
+    columns = [("row", "{name}"), ("text", "{text}")]
+    columns += [("at the start", "{perplexity_at_start:,.0f}")]
     columns += [("after 2.0 M tokens", "{perplexity:,.2f}"), ("change", "{change:+.1%}")]
     return filled(columns, rows, "python benchmarks/real_model.py TEACHER DATA RUNS")
 
@@ -65,7 +62,7 @@ def _interval(values: np.ndarray, unit: str = "%") -> str:
 
 
 def long_run() -> str:
-    columns = [("tokens", "{tokens:,}"), ("KL", "{kl_divergence:.3f}")]
+    columns = [("student", "{student}"), ("tokens", "{tokens:,}"), ("KL", "{kl_divergence:.3f}")]
     columns += [("perplexity", "{chat_perplexity:,.2f}"), ("Why is the sky blue?", "{sample}")]
     rows = [row for row in read("long-run") if row["sample"]]
     return filled(columns, rows, "sparse-bitnet distill TEACHER RUN --data DATA --steps 1836")
