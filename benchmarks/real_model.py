@@ -21,6 +21,7 @@ from typing import Any
 from recorded import record
 
 GROUPS = "ternary-6:8,quantizer=per-group:size=64"
+DEFAULT = f"{GROUPS},activation=int8-hadamard,schedule=lambda"
 BASE: dict[str, Any] = dict(
     format=GROUPS,
     batch_size=16,
@@ -56,7 +57,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "schedule: lambda": {"format": f"{GROUPS},schedule=lambda:until=0.25"},
     "schedule: gradual": {"format": f"{GROUPS},schedule=gradual:until=0.5"},
     "basis rotated": {"format": f"{GROUPS},activation=int8-hadamard"},
-    "rotated and lambda": {"format": f"{GROUPS},activation=int8-hadamard,schedule=lambda"},
+    "rotated and lambda": {"format": DEFAULT},
+    "rotated and lambda from converted": {"format": DEFAULT, "reconstruction_windows": 0},
 }
 
 
