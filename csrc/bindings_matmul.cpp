@@ -119,7 +119,7 @@ void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
 }
 
 void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
-                  Address visits, Address threads, bool in_ranges, std::int64_t failing) {
+                  Address visits, Address threads, std::int64_t failing) {
   require(count >= 0 && count <= most_elements && size >= 1 && size <= most_elements,
           "count or size is out of range");
   auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -129,13 +129,7 @@ void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, st
       pointer<std::int32_t>(threads)[j] = thread;
     }
   };
-  for (std::int64_t i = 0; i < regions; ++i) {
-    if (in_ranges) {
-      pool.parallel_for_ranges(count, size, visit);
-    } else {
-      pool.parallel_for(count, size, visit);
-    }
-  }
+  for (std::int64_t i = 0; i < regions; ++i) pool.parallel_for(count, size, visit);
 }
 
 }  // namespace
@@ -173,7 +167,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
           "threads"_a)
       .def_prop_ro("threads", &ThreadPool::threads)
       .def("count_visits", &count_visits, "regions"_a, "count"_a, "size"_a, "visits"_a, "threads"_a,
-           "in_ranges"_a = false, "failing"_a = -1, unlocked,
+           "failing"_a = -1, unlocked,
            "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test. The piece "
            "with item `failing` throws.");
 

@@ -35,7 +35,7 @@ void Decoder::State::multiply_gates(const Block& block, std::int64_t tokens) {
   const std::int64_t n = model.hidden, heads = model.delta_net.value_heads, rows = 2 * heads;
   float* out = gates(tokens);
   const std::int64_t piece = std::max<std::int64_t>(1, work_for_threads / (n * std::min(tokens, gate_tokens)));
-  pool.parallel_for_ranges(rows, piece, [&](std::int64_t begin, std::int64_t end, int) {
+  pool.parallel_for(rows, piece, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t first = 0; first < tokens; first += gate_tokens) {
       for (std::int64_t row = begin; row < end; ++row) {
         const float* weights = row < heads ? block.decay_weights + row * n : block.step_weights + (row - heads) * n;

@@ -167,8 +167,7 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::threads() const { return int(state_->workers.size()) + 1; }
 
-void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piece piece,
-                     void* context) {
+void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* context) {
   State& state = *state_;
   if (count <= 0) return;
   if (count <= size || state.workers.empty() || state.forks != fork_count()) {
@@ -183,7 +182,7 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, bool in_ranges, Piec
   state.size = size;
   state.piece = piece;
   state.context = context;
-  state.range_count = in_ranges ? threads() : 1;
+  state.range_count = threads();
   const std::int64_t pieces = (count + size - 1) / size;
   for (std::int64_t i = 0; i < state.range_count; ++i) {
     State::Range& range = state.ranges[i];

@@ -23,24 +23,16 @@ class ThreadPool {
   using Piece = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
 
   // Calls piece(context, begin, end, thread) for pieces of `size` of [0, count), on all threads, the
-  // calling one among them; `thread` counts from 0. Threads take the pieces in order, or, `in_ranges`,
-  // each those of a stretch of its own before it helps the others. Returns when all are done. What a
-  // piece throws is thrown here, once nobody works any more; other pieces may be left out then. Pieces must
-  // not call the pool. In the child of a fork the calling thread is alone. Throws std::runtime_error where
-  // another thread is calling.
-  void run(std::int64_t count, std::int64_t size, bool in_ranges, Piece piece, void* context);
+  // calling one among them; `thread` counts from 0. Each takes those of a stretch of its own before it helps the others,
+  // so that what a core asks of memory ahead of its work is its own next piece. Returns when all are done. What a piece
+  // throws is thrown here, once nobody works any more; other pieces may be left out then. Pieces must not call the pool.
+  // In the child of a fork the calling thread is alone. Throws std::runtime_error where another thread is calling.
+  void run(std::int64_t count, std::int64_t size, Piece piece, void* context);
 
-  // The same for a callable (begin, end, thread), in order.
+  // The same for a callable (begin, end, thread).
   template <class Body>
   void parallel_for(std::int64_t count, std::int64_t size, Body&& body) {
-    run(count, size, false, call<Body>, &body);
-  }
-
-  // In ranges: neighbouring pieces meet the same core, and what it asks of memory ahead of its work is
-  // its own next piece.
-  template <class Body>
-  void parallel_for_ranges(std::int64_t count, std::int64_t size, Body&& body) {
-    run(count, size, true, call<Body>, &body);
+    run(count, size, call<Body>, &body);
   }
 
  private:

@@ -15,23 +15,20 @@ from one_process import run_python
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 
 
-def visit(pool, regions: int, count: int, size: int, in_ranges: bool = False) -> np.ndarray:
+def visit(pool, regions: int, count: int, size: int) -> np.ndarray:
     """The thread of each item; every item must have been visited once in each region."""
     visits, threads = np.zeros(max(count, 1), np.int32), np.full(max(count, 1), -1, np.int32)
-    pool.count_visits(
-        regions, count, size, visits.ctypes.data, threads.ctypes.data, in_ranges=in_ranges
-    )
+    pool.count_visits(regions, count, size, visits.ctypes.data, threads.ctypes.data)
     assert (visits[:count] == regions).all()
     return threads[:count]
 
 
-@pytest.mark.parametrize("in_ranges", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
-def test_every_item_is_visited_once(threads, in_ranges):
+def test_every_item_is_visited_once(threads):
     pool = _cpu.ThreadPool(threads)
     assert pool.threads == threads
     for count, size in [(0, 1), (1, 1), (2, 1), (7, 3), (64, 1), (1000, 7), (5, 100), (10, 6)]:
-        seen = visit(pool, 300, count, size, in_ranges)
+        seen = visit(pool, 300, count, size)
         assert ((seen >= 0) & (seen < threads)).all()
 
 
@@ -58,7 +55,7 @@ def test_a_thread_computes_a_contiguous_stretch():
     pool = _cpu.ThreadPool(2)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        seen = visit(pool, 1, 1_000_000, 1000, in_ranges=True)
+        seen = visit(pool, 1, 1_000_000, 1000)
         if seen[0] == 0 and seen[-1] != seen[0] and np.count_nonzero(np.diff(seen)) == 1:
             return
     pytest.fail("no region was split into two stretches")
@@ -98,7 +95,7 @@ def test_the_child_of_a_fork_works_alone():
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        is_alone = not visit(pool, 3, 50, 1).any() and not visit(pool, 3, 50, 1, True).any()
+        is_alone = not visit(pool, 3, 50, 1).any()
         del pool  # does not wait for threads that are not there
         visit(_cpu.ThreadPool(2), 3, 50, 1)
         os._exit(0 if is_alone else 1)
@@ -106,23 +103,14 @@ def test_the_child_of_a_fork_works_alone():
     visit(pool, 1, 50, 1)
 
 
-@pytest.mark.parametrize("in_ranges", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_exceptions_of_a_piece_reach_the_caller(threads, in_ranges):
+def test_exceptions_of_a_piece_reach_the_caller(threads):
     pool = _cpu.ThreadPool(threads)
     visits = np.zeros(500, np.int32)
     for failing in range(0, 500, 7):
         with pytest.raises(MemoryError):
-            pool.count_visits(
-                3,
-                500,
-                3,
-                visits.ctypes.data,
-                visits.ctypes.data,
-                in_ranges=in_ranges,
-                failing=failing,
-            )
-        visit(pool, 1, 500, 3, in_ranges)
+            pool.count_visits(3, 500, 3, visits.ctypes.data, visits.ctypes.data, failing=failing)
+        visit(pool, 1, 500, 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
