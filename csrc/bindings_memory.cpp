@@ -62,21 +62,21 @@ Report report(const Loaded& loaded) {
   return {loaded.crc32, loaded.is_readable, damage};
 }
 
-Report repack_matrix(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
+Report repack_matrix(const Kernels&, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   require(out.format != WeightFormat::int8 && out.format != WeightFormat::int4,
           "the format is not one of ternary weights");
   const bool is_any = out.group != 0 && out.format == WeightFormat::lookup;
   require(out.rows == stored.rows && out.columns == stored.columns &&
               (is_any || (out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m)),
           "the matrix has another shape or pattern than the stored one");
-  return report(repack(kernels, pool, stored, out));
+  return report(repack(pool, stored, out));
 }
 
 Report load_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& stored, const Table& out) {
   require(out.rows == stored.rows && out.columns == stored.columns,
           "the table has another shape than the stored one");
   auto* rows = const_cast<std::uint8_t*>(out.data);
-  if (out.type == stored.type) return report(copy_table(kernels, pool, stored, rows, out.row_stride));
+  if (out.type == stored.type) return report(copy_table(pool, stored, rows, out.row_stride));
   require(out.type == TableType::int8 || out.type == TableType::int4, "the type is not int8 or int4");
   require(stored.type != TableType::int8 || stored.scales != nullptr, "int8 without scales");
   return report(quantize_table(kernels, pool, stored, out.type, rows, out.row_stride,
@@ -116,14 +116,7 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, unlocked,
            "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
            "CRC-32 of the stored bytes, whether they could be read, and what is wrong with those that were "
-           "quantised, or None.")
-      .def(
-          "crc32",
-          [](const Kernels& self, Address data, std::int64_t size) {
-            require(size == 0 || (size > 0 && data != 0), "no data");
-            return self.crc32(pointer<const std::uint8_t>(data), size);
-          },
-          "data"_a, "size"_a, unlocked, "zlib's CRC-32 of so many bytes.");
+           "quantised, or None.");
 }
 
 }  // namespace sparse_bitnet

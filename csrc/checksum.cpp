@@ -4,10 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace sparse_bitnet {
 namespace {
 
@@ -58,68 +54,27 @@ struct Tables {
 
 constexpr Tables tables;
 
-// The remainder of the message so far, `rest`, after `size` more bytes.
-Polynomial remainder_by_table(Polynomial rest, const std::uint8_t* data, std::int64_t size) {
-  for (; size >= 8; data += 8, size -= 8) {
-    std::uint64_t word;
-    std::memcpy(&word, data, 8);
-    word ^= rest;
-    rest = 0;
-    for (int k = 0; k < slices; ++k) rest ^= tables.slice[7 - k][word >> (8 * k) & 255];
-  }
-  for (; size > 0; ++data, --size) rest = (rest >> 8) ^ tables.slice[0][(rest ^ *data) & 255];
+// The remainder of the message so far, `rest`, after eight more bytes.
+inline Polynomial after_eight(Polynomial rest, const std::uint8_t* data) {
+  std::uint64_t word;
+  std::memcpy(&word, data, 8);
+  word ^= rest;
+  rest = 0;
+  for (int k = 0; k < slices; ++k) rest ^= tables.slice[7 - k][word >> (8 * k) & 255];
   return rest;
 }
 
-#if defined(__x86_64__)
-
-constexpr int lane_bytes = 16, lane_count = 4, fold_bytes = lane_bytes * lane_count;
-
-// A carry-less product of two 64-bit reflected polynomials comes out times x, hence the exponents less
-// one: the first 64 bits of a lane move by 64 bits more than the second.
-constexpr std::uint64_t fold_first = std::uint64_t(power_of_x(8 * fold_bytes + 63)) << 32;
-constexpr std::uint64_t fold_second = std::uint64_t(power_of_x(8 * fold_bytes - 1)) << 32;
-
-__attribute__((target("pclmul,sse4.1"))) Polynomial remainder_by_folding(
-    Polynomial rest, const std::uint8_t* data, std::int64_t size) {
-  const auto load = [](const std::uint8_t* from) __attribute__((target("pclmul,sse4.1"))) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  };
-  const __m128i factors =
-      _mm_set_epi64x(std::int64_t(fold_second), std::int64_t(fold_first));
-  __m128i lanes[lane_count];
-  for (int i = 0; i < lane_count; ++i) lanes[i] = load(data + i * lane_bytes);
-  lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(int(rest)));
-  data += fold_bytes;
-  size -= fold_bytes;
-  for (; size >= fold_bytes; data += fold_bytes, size -= fold_bytes) {
-    for (int i = 0; i < lane_count; ++i) {
-      const __m128i first = _mm_clmulepi64_si128(lanes[i], factors, 0x00);
-      const __m128i second = _mm_clmulepi64_si128(lanes[i], factors, 0x11);
-      lanes[i] = _mm_xor_si128(_mm_xor_si128(first, second), load(data + i * lane_bytes));
-    }
-  }
-  // The lanes are now a message of 64 bytes with the remainder of the whole.
-  std::uint8_t folded[fold_bytes];
-  for (int i = 0; i < lane_count; ++i) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(folded + i * lane_bytes), lanes[i]);
-  }
-  return remainder_by_table(remainder_by_table(0, folded, fold_bytes), data, size);
-}
-
-#endif
-
 }  // namespace
 
-std::uint32_t crc32_by_table(const std::uint8_t* data, std::int64_t size) {
-  return ~remainder_by_table(~0u, data, size);
+std::uint32_t crc32(const std::uint8_t* data, std::int64_t size) {
+  // Two halves at once: each waits for its own last lookups.
+  const std::int64_t half = size / 16 * 8;
+  Polynomial rest = ~0u, second = 0;
+  for (std::int64_t i = 0; i < half; i += 8) rest = after_eight(rest, data + i), second = after_eight(second, data + half + i);
+  rest = crc32_joined(rest, second, half);
+  for (std::int64_t i = 2 * half; i < size; ++i) rest = (rest >> 8) ^ tables.slice[0][(rest ^ data[i]) & 255];
+  return ~rest;
 }
-
-#if defined(__x86_64__)
-std::uint32_t crc32_by_folding(const std::uint8_t* data, std::int64_t size) {
-  return size < fold_bytes ? crc32_by_table(data, size) : ~remainder_by_folding(~0u, data, size);
-}
-#endif
 
 std::uint32_t crc32_joined(std::uint32_t first, std::uint32_t second, std::int64_t second_size) {
   return times(power_of_x(8 * std::uint64_t(second_size)), first) ^ second;

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "checksum.h"
 #include "matmul_kernels.h"
 #include "platform.h"
 #include "roofline.h"
@@ -18,25 +17,25 @@ namespace {
 const Kernels table[] = {
 #if defined(__x86_64__)
 #if defined(SPARSE_BITNET_AMX)
-    {"amx_int8", cpu_has_amx_int8, vector_amx_int8, crc32_by_folding, matmul_amx_int8, roofline_amx_int8},
+    {"amx_int8", cpu_has_amx_int8, vector_amx_int8, matmul_amx_int8, roofline_amx_int8},
 #endif
-    {"avx512vbmi", cpu_has_avx512vbmi, vector_avx512vnni, crc32_by_folding, matmul_avx512vbmi, roofline_avx512vnni},
-    {"avx512vnni", cpu_has_avx512vnni, vector_avx512vnni, crc32_by_folding, matmul_avx512vnni, roofline_avx512vnni},
-    {"avx512", cpu_has_avx512, vector_avx512, crc32_by_folding, matmul_avx2, roofline_avx512},
+    {"avx512vbmi", cpu_has_avx512vbmi, vector_avx512vnni, matmul_avx512vbmi, roofline_avx512vnni},
+    {"avx512vnni", cpu_has_avx512vnni, vector_avx512vnni, matmul_avx512vnni, roofline_avx512vnni},
+    {"avx512", cpu_has_avx512, vector_avx512, matmul_avx2, roofline_avx512},
 #if defined(SPARSE_BITNET_AVX_VNNI)
-    {"avxvnni", cpu_has_avxvnni, vector_avxvnni, crc32_by_folding, matmul_avxvnni, roofline_avxvnni},
+    {"avxvnni", cpu_has_avxvnni, vector_avxvnni, matmul_avxvnni, roofline_avxvnni},
 #endif
-    {"avx2", cpu_has_avx2, vector_avx2, crc32_by_folding, matmul_avx2, roofline_avx2},
+    {"avx2", cpu_has_avx2, vector_avx2, matmul_avx2, roofline_avx2},
 #elif defined(__aarch64__)
-    {"i8mm", cpu_has_i8mm, vector_generic, crc32_by_table, matmul_i8mm, roofline_i8mm},
-    {"neon", cpu_has_dotprod, vector_generic, crc32_by_table, matmul_neon, roofline_neon},
+    {"i8mm", cpu_has_i8mm, vector_generic, matmul_i8mm, roofline_i8mm},
+    {"neon", cpu_has_dotprod, vector_generic, matmul_neon, roofline_neon},
 #endif
-    {"generic", [] { return true; }, vector_generic, crc32_by_table, matmul_generic, roofline_generic},
+    {"generic", [] { return true; }, vector_generic, matmul_generic, roofline_generic},
 // A matrix unit in plain C++.
 #if defined(__x86_64__)
-    {"emulated_unit", cpu_has_avx2, vector_emulated_unit, crc32_by_folding, matmul_emulated_unit, roofline_avx2},
+    {"emulated_unit", cpu_has_avx2, vector_emulated_unit, matmul_emulated_unit, roofline_avx2},
 #elif defined(__aarch64__)
-    {"emulated_unit", cpu_has_dotprod, vector_emulated_unit, crc32_by_table, matmul_emulated_unit, roofline_neon},
+    {"emulated_unit", cpu_has_dotprod, vector_emulated_unit, matmul_emulated_unit, roofline_neon},
 #endif
 };
 

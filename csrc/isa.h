@@ -92,15 +92,11 @@ struct VectorKernels {
 extern const VectorKernels vector_generic, vector_avx2, vector_avxvnni, vector_avx512, vector_avx512vnni,
     vector_amx_int8, vector_emulated_unit;
 
-// The checksum of a file's bytes (checksum.h).
-using Crc32 = std::uint32_t (*)(const std::uint8_t* data, std::int64_t size);
-
 // A row.
 struct Kernels {
   const char* isa;
   bool (*is_supported)();
   const VectorKernels& vector;
-  Crc32 crc32;
   const MatmulKernels& matmul;    // matmul_kernels.h
   const RooflineLoops& roofline;  // roofline.h
 };

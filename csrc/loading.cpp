@@ -20,8 +20,8 @@ namespace {
 // follow each other in `bytes`; `slack` bytes behind each can be read. The result does not depend on the
 // number of threads.
 template <class Work>
-Loaded load_rows(const Kernels& kernels, ThreadPool& pool, const ByteSource& bytes, std::int64_t rows,
-                 std::int64_t row_bytes, std::int64_t slack, Work&& work) {
+Loaded load_rows(ThreadPool& pool, const ByteSource& bytes, std::int64_t rows, std::int64_t row_bytes,
+                 std::int64_t slack, Work&& work) {
   constexpr std::int64_t piece_bytes = 1 << 17;
   // Rows of one strip (matmul.h) share bytes: they are one thread's.
   const std::int64_t strips = std::max<std::int64_t>(1, piece_bytes / row_bytes / strip_rows);
@@ -40,7 +40,7 @@ Loaded load_rows(const Kernels& kernels, ThreadPool& pool, const ByteSource& byt
       piece.is_readable = bytes.read(begin * row_bytes, size, buffer);
     }
     if (!piece.is_readable) return;
-    piece.crc32 = kernels.crc32(from, size);
+    piece.crc32 = crc32(from, size);
     for (std::int64_t row = begin; row < end; ++row) {
       const char* damage = work(row, from + (row - begin) * row_bytes, thread);
       if (piece.damage == nullptr) piece.damage = damage;
@@ -171,23 +171,22 @@ std::int64_t StoredMatrix::bytes_per_row(StoredFormat format, packed::Pattern pa
   return Matrix::bytes_per_row(WeightFormat(int(format)), pattern, columns);
 }
 
-Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
+Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   const Repacking repacking(stored, out);
   // Encoders read padding, and decoders of whole blocks may leave some of it as it is.
   std::vector<std::vector<std::uint8_t>> digits(
       std::size_t(pool.threads()),
       std::vector<std::uint8_t>(std::size_t(digits_size(stored.columns)), 1));
-  return load_rows(kernels, pool, stored.bytes, stored.rows,
+  return load_rows(pool, stored.bytes, stored.rows,
                    StoredMatrix::bytes_per_row(stored.format, stored.pattern, stored.columns),
                    GroupDecoder::slack, [&](std::int64_t row, const std::uint8_t* from, int thread) {
                      return repacking.row(row, from, digits[std::size_t(thread)].data());
                    });
 }
 
-Loaded copy_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, std::uint8_t* out,
-                  std::int64_t row_stride) {
+Loaded copy_table(ThreadPool& pool, const StoredTable& table, std::uint8_t* out, std::int64_t row_stride) {
   const std::int64_t row_bytes = Table::bytes_per_row(table.type, table.columns);
-  return load_rows(kernels, pool, table.bytes, table.rows, row_bytes, 0,
+  return load_rows(pool, table.bytes, table.rows, row_bytes, 0,
                    [&](std::int64_t row, const std::uint8_t* from, int) -> const char* {
                      if (out != table.bytes.data) std::memcpy(out + row * row_stride, from, std::size_t(row_bytes));
                      return all_finite(table.type, from, table.columns) ? nullptr : not_finite;
@@ -215,7 +214,7 @@ Loaded quantize_table(const Kernels& kernels, ThreadPool& pool, const StoredTabl
     kernels.vector.quantize_int4(values, groups, to, scales + row * groups);
     return all_finite(TableType::float32, scales + row * groups, groups) ? nullptr : not_finite;
   };
-  return load_rows(kernels, pool, table.bytes, table.rows, Table::bytes_per_row(table.type, columns), 0, work);
+  return load_rows(pool, table.bytes, table.rows, Table::bytes_per_row(table.type, columns), 0, work);
 }
 
 }  // namespace sparse_bitnet

@@ -35,7 +35,7 @@ struct StoredMatrix {
 // Writes the rows of `out`, a matrix of ternary weights; bytes between rows are unchanged. A
 // damaged matrix gives arbitrary weights, within its bounds. If `out` is the stored bytes themselves, in a mapped
 // file, they are only checked.
-Loaded repack(const Kernels& kernels, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
+Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 
 struct StoredTable {
   TableType type;  // not int4
@@ -45,8 +45,7 @@ struct StoredTable {
 };
 
 // Copies rows unchanged, `row_stride` bytes apart.
-Loaded copy_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, std::uint8_t* out,
-                  std::int64_t row_stride);
+Loaded copy_table(ThreadPool& pool, const StoredTable& table, std::uint8_t* out, std::int64_t row_stride);
 
 // To TableType::int8 (scales [rows], as the op quantize_int8) or int4 (scales
 // [rows, columns / 64], columns a multiple of 64; of several scales for a group the one with the

@@ -61,7 +61,7 @@ class Loader {
     std::uint8_t* place = room(rows * stride);
     const StoredMatrix source = {stored, pattern, rows, columns, {nullptr, descriptor_, offset}};
     const Matrix out = {format, pattern, rows, columns, stride, place, 0, nullptr};
-    check(repack(kernels_, pool_, source, out));
+    check(repack(pool_, source, out));
     Matrix scaled = out;
     scaled.scale = *floats(1);
     return scaled;

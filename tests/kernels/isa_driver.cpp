@@ -39,7 +39,7 @@ using Memory = AlignedVector<std::uint8_t>;
 int failures = 0;
 
 // Not from choose_kernels, which asks the system for the permission to use AMX.
-const Kernels generic = {"generic", nullptr, vector_generic, crc32_by_table, matmul_generic, roofline_generic};
+const Kernels generic = {"generic", nullptr, vector_generic, matmul_generic, roofline_generic};
 
 template <class... Values>
 void expect(bool same, const char* format, Values... values) {
@@ -390,7 +390,7 @@ void test_floats(const Kernels& ours) {
   test_tables(ours, random, results);
   test_elementwise(kernels, random, results);
   const auto* bytes = reinterpret_cast<const std::uint8_t*>(results.data());
-  const unsigned sum = crc32_by_table(bytes, 4 * std::int64_t(results.size()));
+  const unsigned sum = crc32(bytes, 4 * std::int64_t(results.size()));
   expect(sum == checksum_of_floats, "float kernels of %s: checksum %08x", ours.isa, sum);
 }
 
@@ -406,7 +406,7 @@ void test(const Kernels& ours) {
 
 int main() {
 #if defined(SPARSE_BITNET_AMX)
-  const Kernels amx = {"amx_int8", nullptr, vector_amx_int8, crc32_by_folding, matmul_amx_int8, roofline_amx_int8};
+  const Kernels amx = {"amx_int8", nullptr, vector_amx_int8, matmul_amx_int8, roofline_amx_int8};
   emulate_amx();
   test(amx);
   for (const char* name : {"tdpbssd", "tdpbsud"}) expect(amx_products(name) > 0, "no %s was met", name);
