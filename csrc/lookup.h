@@ -192,20 +192,19 @@ inline void encode_row(packed::Pattern pattern, const std::uint8_t* digits, std:
 
 // Writes a row of a strip with group scales, whose first bytes are at `to`, from its weights plus one.
 inline void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::int64_t group, std::uint8_t* to) {
-  constexpr int factors[] = {1, 3, 9};
-  for (std::int64_t g = 0; g < columns / group;) {
-    const bool is_shared = g + 3 <= columns / group;
-    std::uint8_t codes[8][8][4] = {};  // [blocks, vectors, columns]
-    const std::int64_t first = g * group, blocks = strip_blocks(group, is_shared);
-    const std::int64_t at = strip_place(columns, group, first).block;
-    g += is_shared ? 3 : 1;
-    for (std::int64_t c = first; c < g * group; ++c) {
-      const StripPlace place = strip_place(columns, group, c);
-      codes[place.block - at][place.vector][c % 4] += std::uint8_t(digits[c] * factors[place.digit]);
+  for (const std::uint8_t* end = digits + columns; digits < end;) {
+    const bool is_shared = digits + 3 * group <= end;
+    const std::int64_t step = is_shared ? 4 : 12, apart = is_shared ? group : 4, count = is_shared ? 3 * group : group;
+    for (std::int64_t v = 0; v < 8 * strip_blocks(group, is_shared); ++v) {
+      std::uint8_t codes[4] = {};
+      for (int p = 0, factor = 1; p < 3; ++p, factor *= 3) {
+        const std::int64_t first = v * step + p * apart;
+        for (int j = 0; j < 4 && first < count; ++j) codes[j] += std::uint8_t(digits[first + j] * factor);
+      }
+      set_codes(triples, to + v / 8 * triples.vectors() * block_codes, int(v % 8), codes, 4);
     }
-    for (std::int64_t b = 0; b < blocks; ++b, to += triples.vectors() * block_codes) {
-      for (int v = 0; v < 8; ++v) set_codes(triples, to, v, codes[b][v], 4);
-    }
+    to += strip_blocks(group, is_shared) * triples.vectors() * block_codes;
+    digits += count;
   }
 }
 
