@@ -28,29 +28,31 @@ void require_stride(std::int64_t rows, std::int64_t row_stride, std::int64_t row
           "row_stride is less than a row, too large, or not aligned");
 }
 
-std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns, bool exact) {
+std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns, bool exact, std::int64_t group) {
   require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
   require(format != WeightFormat::int8 || columns <= most_int8_columns, "int8 takes at most 2^17 columns");
   require(!exact || format == WeightFormat::lookup, "exact counts of non-zeros are for lookup");
   require(format != WeightFormat::lookup || columns % m == 0, "m does not divide the columns");
   require_columns(columns);
-  return Matrix::bytes_per_row(format, {n, m, exact}, columns);
+  const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
+  require(group == 0 || (!is_table && packed::is_scale_group(group, columns)),
+          "group scales are for 32, 64, 128 or 256 ternary weights that divide the columns");
+  return Matrix::bytes_per_row(format, {n, m, exact}, columns, group);
 }
 
 void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t rows,
                  std::int64_t columns, std::int64_t row_stride, Address address, float scale,
                  Address scales, std::int64_t group, ScaleType scale_type, bool exact) {
-  const std::int64_t row_bytes = bytes_per_row(format, n, m, columns, exact);
-  const bool is_lookup = format == WeightFormat::lookup;
-  require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : matrix_alignment);
-  require(!is_lookup || row_stride == row_bytes, "rows of lookup lie one behind another");
+  const std::int64_t row_bytes = bytes_per_row(format, n, m, columns, exact, group);
+  const bool is_lookup = format == WeightFormat::lookup, is_b3_strip = format == WeightFormat::b3 && group;
+  require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : is_b3_strip ? 1 : matrix_alignment);
+  require((!is_lookup && !is_b3_strip) || row_stride == row_bytes, "rows of lookup lie one behind another");
   require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
   require(std::isfinite(scale), "the scale is not finite");
   const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
-  require(group == 0 || (!is_table && packed::is_scale_group(group, columns)),
-          "group scales are for 32, 64, 128 or 256 ternary weights that divide the columns");
   const bool is_triple = lookup::shape_of({n, m, exact}).weights == lookup::triples.weights;
-  require(group == 0 || !is_lookup || (group != 32 && is_triple), "lookup has groups of 64 or more, of pattern 1:1");
+  require(group == 0 || !is_lookup || is_triple, "lookup has groups of pattern 1:1");
+  require(group != 32 || format == WeightFormat::i2, "groups of 32 are for i2");
   require(group != 0 || scale_type == ScaleType::float32, "scales of rows are float32");
   require((scales != 0 || (!is_table && group == 0)) && scales % alignof(float) == 0,
           "the scales are missing or not aligned to 4 bytes");
@@ -138,6 +140,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   module.attr("ACTIVATION_SLACK") = activation_slack;
   module.attr("STRIP_ROWS") = strip_rows;
+  module.attr("B3_STRIP_ROWS") = b3_strips::rows;
   nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
       .value("i2", WeightFormat::i2)
       .value("b3", WeightFormat::b3)
@@ -155,7 +158,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .value("float32", TableType::float32)
       .value("i2", TableType::i2);
   module.def("bytes_per_row", &bytes_per_row, "format"_a, "n"_a, "m"_a, "columns"_a,
-             "exact"_a = false, "Bytes that a row takes, without the padding to row_stride.");
+             "exact"_a = false, "group"_a = 0, "Bytes that a row takes, without the padding to row_stride.");
 
   nb::class_<ThreadPool>(module, "ThreadPool", "The engine's threads, see csrc/thread_pool.h.")
       .def(
@@ -174,8 +177,8 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   nb::class_<Matrix>(module, "Matrix",
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
-                     "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16]; rows of "
-                     "i2 and lookup then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of "
+                     "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16], or of "
+                     "B3_STRIP_ROWS; rows then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of "
                      "lookup; exact: of lookup, where every group has n non-zeros.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
            "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32,

@@ -34,8 +34,6 @@ const Kernels table[] = {
 // A matrix unit in plain C++.
 #if defined(__x86_64__)
     {"emulated_unit", cpu_has_avx2, vector_emulated_unit, matmul_emulated_unit, roofline_avx2},
-#elif defined(__aarch64__)
-    {"emulated_unit", cpu_has_dotprod, vector_emulated_unit, matmul_emulated_unit, roofline_neon},
 #endif
 };
 

@@ -19,9 +19,3 @@
 #define NARROW_HALF(to, v) narrow_half_in_software(to, v)
 
 #include "isa-inl.h"
-
-#if defined(__aarch64__)
-namespace sparse_bitnet {
-const VectorKernels vector_emulated_unit = kernels_generic::kernels_on<EmulatedUnit>();
-}
-#endif

@@ -77,7 +77,7 @@ class Repacking {
         is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
         is_there_(is_same_ && out.data == stored.bytes.data),
         strip_rows_(lookup::shape_of(out.pattern).rows()),
-        row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
+        row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns, out.group)),
         limit_(stored.pattern) {
     if (stored.format == StoredFormat::nm_enum || stored.format == StoredFormat::nm_sign) {
       group_decoder_ = std::make_unique<GroupDecoder>(stored.pattern, stored.columns);
@@ -91,7 +91,9 @@ class Repacking {
     const char* damage = decode(from, digits);
     if (damage != nullptr) return damage;
     if (out_.pattern.exact && !stored_.pattern.exact && !has_full_groups(digits)) return bad_count;
-    if (out_.in_strips()) {
+    if (out_.in_strips() && out_.format == WeightFormat::b3) {
+      b3_strips::encode_row(digits, stored_.columns, out_.group, to - index % b3_strips::rows * (out_.row_stride - 1));
+    } else if (out_.in_strips()) {
       to -= index % strip_rows * (out_.row_stride - 4);
       if (out_.format == WeightFormat::i2) {
         encode_strip_row(digits, stored_.columns, to);

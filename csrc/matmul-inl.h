@@ -5,13 +5,13 @@
 //   constexpr int rows_together, tokens_together     sums that stay in registers where rows are decoded
 //   constexpr int tile_vectors, tile_tokens          and where tiles are multiplied, see matmul_tiles-inl.h
 //   constexpr std::int64_t tile_from[]               by format, the count of tokens from which tiles are faster
-//   constexpr int group_tile_from, strip_tile_from   the same with group scales, and of i2 then; lookup: two thirds
+//   constexpr int strip_tile_from                    the same of i2 with group scales; lookup: two thirds
 //   constexpr int strips_together                    strips of i2 that are multiplied at once
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
 //   Bytes three_quarters(Bytes v)                    of b3: floor(3 v / 256) in bits 6 and 7
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
-// with PAIRED_TILES dot_pairs, for tiles in pairs of rows, and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
+// with HAS_SUMS a matmul_sums of matmul_kernels.h, with PAIRED_TILES dot_pairs, for tiles in pairs of rows, and with NARROW_SUMS widen, dot_int8, int8_offset and what matmul_wide-inl.h asks for.
 
 #if defined(NARROW_SUMS)
 INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {
@@ -33,6 +33,9 @@ INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
 #include "matmul_lookup-inl.h"
 #include "matmul_tiles-inl.h"
 #include "matmul_groups-inl.h"
+#if defined(HAS_SUMS)
+#include "matmul_sums-inl.h"
+#endif
 #include "matmul_int4-inl.h"
 #if defined(NARROW_SUMS)
 #include "matmul_wide-inl.h"

@@ -109,20 +109,33 @@ const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
   return to;
 }
 
-// Rows of a piece: few enough that the threads finish together, and whole cache lines of y.
-std::int64_t rows_a_piece(std::int64_t rows, std::int64_t pieces, std::int64_t most) {
-  return std::clamp<std::int64_t>(rows / pieces / 16 * 16, 16, most);
+const std::uint8_t* sum_tables(ThreadPool& pool, const Activations& x, std::int64_t group) {
+  thread_local AlignedVector<std::uint8_t> memory;
+  const std::int64_t groups = x.columns / group, of_group = (group + 2) / 3 * sum_table_bytes;
+  if (std::int64_t(memory.size()) < x.tokens * groups * of_group) memory.resize(std::size_t(x.tokens * groups * of_group));
+  std::uint8_t* to = memory.data();
+  pool.parallel_for(x.tokens * groups, 32, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t g = begin; g < end; ++g) {
+      matmul_sums.sum_tables(x.codes + g / groups * x.stride + g % groups * group, group, to + g * of_group);
+    }
+  });
+  return to;
+}
+
+// Rows of a piece: few enough that the threads finish together, and whole cache lines of y, or strips.
+std::int64_t rows_a_piece(std::int64_t rows, std::int64_t pieces, std::int64_t most, std::int64_t whole = 16) {
+  return std::clamp<std::int64_t>(rows / pieces / whole * whole, whole, most);
 }
 
 }  // namespace
 
 std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
-                                   std::int64_t columns) {
+                                   std::int64_t columns, std::int64_t group) {
   switch (format) {
     case WeightFormat::i2:
       return packed::i2_row_bytes(columns);
     case WeightFormat::b3:
-      return packed::b3_row_bytes(columns);
+      return group ? columns / group * b3_strips::group_bytes(group) : packed::b3_row_bytes(columns);
     case WeightFormat::lookup:
       return lookup::shape_of(pattern).row_bytes(columns);
     case WeightFormat::int8:
@@ -141,13 +154,17 @@ int Matrix::strip_code(std::int64_t row, std::int64_t column) const {
     const int code = lookup::code_at(lookup::triples, at, place.vector, int(row % strip_rows * 4 + column % 4));
     return lookup::layout_of(pattern).digits[place.digit][code] - 1;
   }
+  if (format == WeightFormat::b3) {
+    const std::int64_t in_strip = row % b3_strips::rows;
+    return b3_strips::weight_at(data + (row - in_strip) * row_stride + in_strip, group, column);
+  }
   const std::uint8_t* words = data + row / strip_rows * strip_rows * row_stride + row % strip_rows * 4;
   const std::uint8_t byte = words[column / strip_columns * 64 + column % 4];
   return (byte >> (column % strip_columns / 4 * 2) & 3) - 1;
 }
 
 float Matrix::group_scale(std::int64_t row, std::int64_t index) const {
-  const std::int64_t place = (row / strip_rows * (columns / group) + index) * strip_rows + row % strip_rows;
+  const std::int64_t strip = rows_of_strip(), place = (row / strip * (columns / group) + index) * strip + row % strip;
   if (scale_type == ScaleType::float32) return static_cast<const float*>(group_scales)[place];
   const std::uint32_t half = static_cast<const std::uint16_t*>(group_scales)[place];
   const bool is_float16 = scale_type == ScaleType::float16;
@@ -263,11 +280,15 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const bool is_long = x.tiles && !is_gated && x.stride * max_tokens_a_call > max_unit_activations;
   const std::int64_t pieces_a_thread = x.tiles ? is_long ? 2 : 4 : 8;
   const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
-  const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most);
-  const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
+  bool in_b3_strips = false;
+  for (int i = 0; i < count && group; ++i) in_b3_strips |= products[i].matrix->format == WeightFormat::b3;
+  const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
+  const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = group_sums(kernels, pool, x, group);
+  const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.tiles;
+  if (by_sums && matmul_sums.sum_tables && &kernels.matmul != &matmul_generic) x.sum_tables = sum_tables(pool, x, group);
   // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
   // one before.
   const auto pieces_of = [&](const Product& product) {

@@ -4,6 +4,11 @@
 
 INLINE __m256i bits(const Bytes& v) { return bit_cast<__m256i>(v); }
 
+// As in matmul_groups-inl.h.
+INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
+  out = bit_cast<Floats>(_mm256_cvtph_ps(load<__m128i>(from)));
+}
+
 // Two averages, which round up, of u = v - 1 (0 for 0) and 0 give 3 u / 4 with the number in bits 6 and 7:
 // checked for every byte.
 INLINE Bytes three_quarters(const Bytes& v) {
@@ -41,4 +46,4 @@ constexpr int tile_vectors = 2, tile_tokens = 4;
 constexpr int tile_vectors = 2, tile_tokens = 6;
 #endif
 constexpr std::int64_t tile_from[weight_formats] = {4, 4, 6, 4, 4};
-constexpr int group_tile_from = 4, strip_tile_from = 12, strips_together = 1;
+constexpr int strip_tile_from = 12, strips_together = 1;

@@ -11,7 +11,8 @@
 namespace sparse_bitnet {
 namespace avx2_matmul {
 
-#define TARGET __attribute__((target("avx2,bmi,bmi2,fma")))
+#define TARGET __attribute__((target("avx2,bmi,bmi2,fma,f16c")))
+#define HAS_SUMS
 #define VECTOR_BYTES 32
 #define NARROW_SUMS
 #include "matmul_vectors-inl.h"
@@ -55,6 +56,7 @@ INLINE void widen_words(const Bytes& words, Bytes* first, Bytes* second) {
 
 }  // namespace avx2_matmul
 
+const SumKernels matmul_sums = {avx2_matmul::sum_tables, avx2_matmul::sum_strips};
 const MatmulKernels matmul_avx2 = avx2_matmul::kernels_on<NoUnit>(0);
 const MatmulKernels matmul_emulated_unit = avx2_matmul::kernels_on<EmulatedUnit>(2);
 

@@ -6,7 +6,7 @@ constexpr int rows_together = 4, tokens_together = 4;
 constexpr int tile_vectors = 2, tile_tokens = 12;
 // Where decoding along the rows costs little, a tile pays off late.
 constexpr std::int64_t tile_from[weight_formats] = {24, 8, 64, 6, 48};
-constexpr int group_tile_from = 4, strip_tile_from = 24, strips_together = 2;
+constexpr int strip_tile_from = 24, strips_together = 2;
 
 INLINE __m512i bits(const Bytes& v) { return bit_cast<__m512i>(v); }
 

@@ -11,7 +11,7 @@
 namespace sparse_bitnet {
 namespace avxvnni_matmul {
 
-#define TARGET __attribute__((target("avx2,avxvnni,bmi,bmi2,fma")))
+#define TARGET __attribute__((target("avx2,avxvnni,bmi,bmi2,fma,f16c")))
 #define VECTOR_BYTES 32
 #include "matmul_vectors-inl.h"
 #include "matmul_avx2-inl.h"

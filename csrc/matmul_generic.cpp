@@ -31,17 +31,8 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
       return;
     }
     case WeightFormat::i2:
-      for (std::int64_t b = begin; b < begin + count; b += packed::i2_block_weights) {
-        const std::int64_t left = begin + count - b;
-        const bool whole = matrix.columns - b >= packed::i2_block_weights;
-        const std::int64_t plane =
-            whole ? packed::i2_block_bytes : packed::i2_plane_bytes(matrix.columns - b);
-        const std::uint8_t* bytes = row + b / packed::i2_block_weights * packed::i2_block_bytes;
-        for (int p = 0; p < 4; ++p) {
-          for (std::int64_t j = 0; j < plane && p * plane + j < left; ++j) {
-            out[b - begin + p * plane + j] = std::int8_t((bytes[j] >> (2 * p) & 3) - 1);
-          }
-        }
+      for (std::int64_t i = 0; i < count; ++i) {
+        out[i] = std::int8_t(packed::i2_code(row, matrix.columns, begin + i));
       }
       return;
     case WeightFormat::b3:
@@ -137,6 +128,9 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
 
 }  // namespace generic_matmul
 
+#if !defined(__x86_64__)
+const SumKernels matmul_sums = {};
+#endif
 const MatmulKernels matmul_generic = {
     generic_matmul::quantize_token,
     generic_matmul::sum_groups,

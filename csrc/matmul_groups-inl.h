@@ -35,9 +35,10 @@ struct GroupSums {
   }
 };
 
-// Where the scale of a row's first group lies; those of its next groups are strip_rows apart.
+// Where the scale of a row's first group lies; those of its next groups are as far apart as a strip has rows.
 INLINE std::int64_t scale_index(const Matrix& matrix, std::int64_t row) {
-  return row / strip_rows * (matrix.columns / matrix.group) * strip_rows + row % strip_rows;
+  const std::int64_t strip = matrix.rows_of_strip();
+  return row / strip * (matrix.columns / matrix.group) * strip + row % strip;
 }
 
 // As many float16 as V has lanes; scales are finite.
@@ -70,120 +71,7 @@ template <class V>
 INLINE V row_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
   constexpr int count = sizeof(V) / 4;
   const std::int64_t last = (matrix.rows - 1) / count * count;
-  return scales_at<V>(matrix, scale_index(matrix, row < last ? row : last) + group * strip_rows);
-}
-
-// The sums of eight rows over a group, or over the groups of a vector, the first of which is `index`, onto their
-// totals; then zero.
-template <int GROUP>
-INLINE void add_groups(const Matrix& matrix, std::int64_t row, const GroupSums& of, std::int64_t token,
-                       std::int64_t index, Small (&small)[group_rows], RowFloats& total) {
-  Sums by_row[group_rows];
-  UNROLL for (int i = 0; i < group_rows; ++i) {
-    by_row[i] = widen(Sums{}, small[i]);
-    small[i] = Small{};
-  }
-  constexpr int halves = VECTOR_BYTES > 32 ? 2 : 1;
-  RowSums dots[halves];
-  reduce_groups(by_row, dots);
-  if (halves == 2 && GROUP > 32) dots[0] += dots[halves - 1];
-  UNROLL for (int i = 0; i < (GROUP > 32 ? 1 : halves); ++i) {
-    if (index + i == of.in_row) break;
-    RowFloats value = __builtin_convertvector(dots[i] - of.excess(token, 0, index + i), RowFloats);
-    value *= row_scales<RowFloats>(matrix, row, index + i);
-    if (of.activation_scales) value *= of.activation_scales[token * of.in_row + index + i];
-    total += value;
-  }
-}
-
-constexpr bool ends_group(std::int64_t group, std::int64_t columns) {
-  return columns % (group < VECTOR_BYTES ? VECTOR_BYTES : group) == 0;
-}
-
-// Columns [from, matrix.columns) of unpacked codes; the totals of what is before come in.
-template <int GROUP>
-TARGET static RowFloats unpacked_sums(const Matrix& matrix, std::int64_t row, const std::uint8_t* codes,
-                                      std::int64_t row_bytes, const std::int8_t* x, const GroupSums& of,
-                                      std::int64_t token, std::int64_t from, std::int64_t count, RowFloats total) {
-  Small small[group_rows] = {};
-  for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
-    const Bytes xs = load_bytes(x + from + c);
-    UNROLL for (int i = 0; i < group_rows; ++i) {
-      small[i] = dot_codes(small[i], load_bytes(codes + i * row_bytes + c), xs);
-    }
-    if (!ends_group(GROUP, c + VECTOR_BYTES)) continue;
-    add_groups<GROUP>(matrix, row, of, token, (from + c) / GROUP, small, total);
-  }
-  return total;
-}
-
-// The first `blocks` blocks of eight rows, decoded in registers.
-template <class Planes, int GROUP>
-TARGET static RowFloats block_sums(const Matrix& matrix, std::int64_t row, const std::uint8_t* const* rows,
-                                   const std::int8_t* x, const GroupSums& of, std::int64_t token,
-                                   std::int64_t blocks) {
-  constexpr int block_weights = Planes::count * block_bytes;
-  Small small[group_rows] = {};
-  RowFloats total = {};
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    Bytes block[group_rows];
-    UNROLL for (int i = 0; i < group_rows; ++i) prefetch(rows[0] + (b * group_rows + i) * block_bytes);
-    UNROLL for (int p = 0; p < Planes::count; ++p) {
-      UNROLL for (int v = 0; v < block_vectors; ++v) {
-        const int column = p * block_bytes + v * VECTOR_BYTES;
-        const Bytes xs = load_bytes(x + b * block_weights + column);
-        UNROLL for (int i = 0; i < group_rows; ++i) {
-          if (p == 0 || block_vectors > 1) block[i] = load_bytes(rows[i] + b * block_bytes + v * VECTOR_BYTES);
-          small[i] = dot_codes(small[i], Planes::next(block[i], p), xs);
-        }
-        if (!ends_group(GROUP, b * block_weights + column + VECTOR_BYTES)) continue;
-        add_groups<GROUP>(matrix, row, of, token, (b * block_weights + column) / GROUP, small, total);
-      }
-    }
-  }
-  return total;
-}
-
-// sums[t * max_rows_a_call + r] of eight rows from `begin` on; of fewer, the last one is taken repeatedly. What
-// is not decoded in registers is unpacked, a column block for all tokens.
-template <int GROUP>
-TARGET static void dot_group_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
-                                  const GroupSums& of, MatmulScratch& scratch, float* sums) {
-  constexpr std::int64_t row_bytes = largest_column_block + 4 * block_bytes;
-  const std::uint8_t* rows[group_rows];
-  for (std::int64_t i = 0; i < group_rows; ++i) {
-    rows[i] = matrix.data + (begin + i < end ? begin + i : end - 1) * matrix.row_stride;
-  }
-  std::int64_t done = 0;
-  if constexpr (block_vectors == 1) {
-    // Fractions stay in registers; whole groups of blocks.
-    if (matrix.format == WeightFormat::b3) {
-      constexpr std::int64_t together = GROUP > 64 ? GROUP / 64 : 1;
-      const std::int64_t blocks = matrix.columns / packed::b3_block_weights / together * together;
-      done = blocks * packed::b3_block_weights;
-      for (std::int64_t t = 0; t < x.tokens; ++t) {
-        const std::int8_t* codes = x.codes + t * x.stride;
-        store(sums + t * max_rows_a_call, block_sums<B3Planes, GROUP>(matrix, begin, rows, codes, of, t, blocks));
-      }
-    }
-  }
-  const std::int64_t block = column_block(matrix.format, GROUP, matrix.pattern);
-  for (std::int64_t c = done; c < matrix.columns; c += block) {
-    const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-    const std::int64_t bytes_from = Matrix::bytes_per_row(matrix.format, matrix.pattern, c) / 64 * 64;
-    const std::int64_t bytes = Matrix::bytes_per_row(matrix.format, matrix.pattern, count);
-    for (std::int64_t i = 0; i < group_rows; ++i) {
-      for (std::int64_t line = 0; line < bytes; line += 64) {
-        prefetch(rows[0] + (bytes_from + line) * group_rows + i * 64);
-      }
-      unpack_planes_row<B3Planes>(rows[i], matrix.columns, c, count, scratch.tile + i * row_bytes);
-    }
-    for (std::int64_t t = 0; t < x.tokens; ++t) {
-      float* to = sums + t * max_rows_a_call;
-      store(to, unpacked_sums<GROUP>(matrix, begin, scratch.tile, row_bytes, x.codes + t * x.stride, of, t, c, count,
-                                     c > 0 ? load<RowFloats>(to) : RowFloats{}));
-    }
-  }
+  return scales_at<V>(matrix, scale_index(matrix, row < last ? row : last) + group * matrix.rows_of_strip());
 }
 
 // sums [T, max_rows_a_call] of S strips of i2 (matmul.h) and of tokens from `token` on. What the strips after
@@ -253,96 +141,55 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   }
 }
 
-// The activations of a block of lookup's strips: those of code v and digit p are v * step + p * apart bytes on.
-template <int T>
-struct BlockActivations {
-#if defined(__aarch64__)
-  Bytes words[T][3][2];
-  TARGET __attribute__((always_inline)) BlockActivations(const std::int8_t* at, std::int64_t step, std::int64_t apart,
-                                                         std::int64_t to_next) {
-    UNROLL for (int i = 0; i < 2 * T; ++i) {
-      const std::int8_t* from = at + i / 2 * to_next + i % 2 * 4 * step;
-      if (step == 4) {
-        UNROLL for (int p = 0; p < 3; ++p) words[i / 2][p][i % 2] = load_bytes(from + p * apart);
-      } else {
-        const uint32x4x3_t by_digit = vld3q_u32(reinterpret_cast<const std::uint32_t*>(from));
-        UNROLL for (int p = 0; p < 3; ++p) words[i / 2][p][i % 2] = bit_cast<Bytes>(by_digit.val[p]);
-      }
-    }
-  }
-  TARGET __attribute__((always_inline)) Sums dot(const Sums& sum, const Bytes& codes, int t, int v, int p) const {
-    return dot_lane(sum, codes, words[t][p][v / 4], v % 4);
-  }
-#else
-  const std::int8_t*& at;  // of code v
-  std::int64_t step, apart, to_next;
-  TARGET __attribute__((always_inline)) Small dot(const Small& sum, const Bytes& codes, int t, int, int p) const {
-    return dot_codes(sum, codes, repeat4(at + t * to_next + p * apart));
-  }
-#endif
-};
-
-// sums [T, max_rows_a_call] of a strip of lookup. The vectors that make up 64 bytes take the groups one after another,
-// so that what each needs stays in registers. Where one vector and token is all, every other of codes has sums of its
-// own, so that none waits for the one before. Where a table is several vectors, one lookup is for all weights of a
-// code: fields of two bits, whose sums are 1, 4 and 16 times as large.
+#if VECTOR_BYTES == 64
+// sums [T, max_rows_a_call] of a strip of lookup. Where one token is all, every other of codes has sums of its own, so
+// that none waits for the one before.
 template <int T>
 TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
                                      const GroupSums& of, std::int64_t token, float* sums) {
   using Planes = TriplePlanes;
-  constexpr int of_strip = 64 / VECTOR_BYTES, chains = of_strip * T > 1 ? 1 : 2, digits = Planes::count, rows = Planes::rows;
-  constexpr bool at_once = std::is_same_v<Small, Sums> && sizeof(LookupTable) > VECTOR_BYTES;
+  constexpr int chains = T > 1 ? 1 : 2, digits = Planes::count, rows = Planes::rows, vectors = Planes::shape.vectors();
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   const std::int64_t scale = scale_index(matrix, row), groups = of.in_row;
-  const std::uint8_t* block = matrix.data + row * matrix.row_stride;
-  Floats total[T][of_strip] = {};
+  const std::uint8_t* from = matrix.data + row * matrix.row_stride;
+  Floats total[T] = {};
   for (std::int64_t g = 0; g < groups;) {
     const bool is_shared = g + digits <= groups;
     const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
-    const std::int64_t bytes = lookup::strip_blocks(of.group, is_shared) * Planes::shape.vectors() * block_bytes;
-    Sums dots[T][of_strip][digits] = {};
-    UNROLL for (int h = 0; h < of_strip; ++h) {
-      const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
-      Small small[T][digits][chains] = {};
-      NO_UNROLL for (const std::uint8_t* from = block; from != block + bytes;) {
-        Bytes vectors[Planes::shape.vectors()];
-        Planes::load_block(from + h * VECTOR_BYTES, vectors);
-        const BlockActivations<T> four{codes_at, step, apart, x.stride};
-        UNROLL for (int v = 0; v < rows; ++v, codes_at += step) {
-          Bytes codes = Planes::codes(vectors, v);
-          if (at_once) codes = look_up<Planes::shape.bits>(lookup_table(layout.all), codes);
-          UNROLL for (int p = 0; p < digits; ++p) {
-            Bytes weights = at_once ? codes & splat(std::uint8_t(3 << 2 * p)) : Planes::next(layout, codes, p);
-            const int line = line_at((h * rows + v) * digits + p, rows * of_strip * digits, Planes::shape.vectors());
-            if (line >= 0) prefetch_with(weights, from + line * block_bytes);
-            UNROLL for (int t = 0; t < T; ++t) {
-              small[t][p][v % chains] = four.dot(small[t][p][v % chains], weights, t, v, p);
-            }
+    const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
+    Sums sums_of[T][digits][chains] = {}, dots[T][digits] = {};
+    NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b, from += vectors * block_bytes) {
+      Bytes block[vectors];
+      Planes::load_block(from, block);
+      UNROLL for (int v = 0; v < rows; ++v, codes_at += step) {
+        const Bytes codes = Planes::codes(block, v);
+        UNROLL for (int p = 0; p < digits; ++p) {
+          Bytes weights = Planes::next(layout, codes, p);
+          const int line = line_at(v * digits + p, rows * digits, vectors);
+          if (line >= 0) prefetch_with(weights, from + line * block_bytes);
+          UNROLL for (int t = 0; t < T; ++t) {
+            const Bytes four = repeat4(codes_at + t * x.stride + p * apart);
+            sums_of[t][p][v % chains] = dot_codes(sums_of[t][p][v % chains], weights, four);
           }
         }
-        from += Planes::shape.vectors() * block_bytes;
-      }
-      UNROLL for (int i = 0; i < T * digits; ++i) {
-        Sums sum = {};
-        UNROLL for (int k = 0; k < chains; ++k) sum = widen(sum, small[i / digits][i % digits][k]);
-        dots[i / digits][h][is_shared ? i % digits : 0] += sum >> (at_once ? i % digits * 2 : 0);
       }
     }
-    block += bytes;
+    UNROLL for (int i = 0; i < T * digits; ++i) {
+      const int t = i / digits, p = i % digits;
+      UNROLL for (int k = 0; k < chains; ++k) dots[t][is_shared ? p : 0] += sums_of[t][p][k];
+    }
     for (int p = 0; p < (is_shared ? digits : 1); ++p, ++g) {
-      UNROLL for (int i = 0; i < T * of_strip; ++i) {
-        const int t = i / of_strip, h = i % of_strip;
-        Floats value = __builtin_convertvector(dots[t][h][p] - of.excess(token + t, 0, g), Floats);
-        value *= scales_at<Floats>(matrix, scale + g * strip_rows + h * row_lanes);
+      const Floats scales = scales_at<Floats>(matrix, scale + g * strip_rows);
+      UNROLL for (int t = 0; t < T; ++t) {
+        Floats value = __builtin_convertvector(dots[t][p] - of.excess(token + t, 0, g), Floats) * scales;
         if (of.activation_scales) value *= of.activation_scales[(token + t) * groups + g];
-        total[t][h] += value;
+        total[t] += value;
       }
     }
   }
-  UNROLL for (int i = 0; i < T * of_strip; ++i) {
-    store(sums + i / of_strip * max_rows_a_call + i % of_strip * row_lanes, total[i / of_strip][i % of_strip]);
-  }
+  UNROLL for (int t = 0; t < T; ++t) store(sums + t * max_rows_a_call, total[t]);
 }
+#endif
 
 // strip_sums for strips of rows [begin, end).
 template <int T>

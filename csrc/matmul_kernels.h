@@ -14,6 +14,7 @@ namespace sparse_bitnet {
 // Tokens that `multiply` takes at a time, and rows of a piece that it is given at most.
 constexpr std::int64_t max_tokens_a_call = 512;
 constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
+constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3's strips are looked up, not multiplied
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
 // With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, half as many meet four times
@@ -28,12 +29,11 @@ constexpr std::int64_t least_streamed = std::int64_t(1) << 21;
 constexpr std::int64_t max_column_block = 512, unit_column_block = 768;
 constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern,
                                     bool on_unit = false) {
-  if (format == WeightFormat::b3) return packed::b3_block_weights * (group > 64 ? group / 64 : 1);  // whole groups too
+  if (format == WeightFormat::b3 && group == 0) return packed::b3_block_weights;
   if (on_unit) return unit_column_block;
   if (format != WeightFormat::lookup || lookup::shape_of(pattern).neighbours()) return max_column_block;
   return group ? 768 : 3 * lookup::triples.block_columns();  // multiples of three groups
 }
-constexpr std::int64_t largest_column_block = column_block(WeightFormat::b3, 256, {1, 1});
 constexpr std::int64_t group_rows = 8;  // whose group sums are taken together
 constexpr std::int64_t max_groups_a_block = max_column_block / 32;
 static_assert(unit_column_block / 64 <= max_groups_a_block);  // a unit's groups have 64 columns or more
@@ -45,7 +45,7 @@ constexpr std::int64_t max_wide_tokens = 4;
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
 // activations in 16 bits, sums, and a product that is gated.
 struct MatmulScratch {
-  alignas(64) std::uint8_t tile[max_unit_rows * largest_column_block];
+  alignas(64) std::uint8_t tile[max_unit_rows * unit_column_block];
   alignas(64) float scales[max_unit_rows * max_groups_a_block];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
   alignas(64) std::int32_t dots[2 * max_tokens_a_call * unit_row_step];
@@ -73,6 +73,17 @@ struct MatmulKernels {
   // For matrix units: from this many tokens on, activations are arranged in tiles; 0: never.
   std::int64_t tiles_from;
 };
+
+// b3 with group scales times few tokens (matmul_sums-inl.h), for all instruction sets of x86; nulls elsewhere.
+constexpr std::int64_t sum_table_bytes = 32;  // of a code
+struct SumKernels {
+  // Of the codes of a group: [codes of a group, sum_table_bytes].
+  void (*sum_tables)(const std::int8_t* codes, std::int64_t group, std::uint8_t* tables);
+  // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip.
+  void (*sum_strips)(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x, float* sums);
+};
+extern const SumKernels matmul_sums;
+
 
 extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_avx512vbmi,
     matmul_amx_int8, matmul_neon, matmul_i8mm, matmul_emulated_unit;

@@ -210,8 +210,9 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
   const bool of_i2 = format == WeightFormat::i2;
-  const bool tiles = x.tokens >= (matrix.in_strips() ? (of_i2 ? 3 : 2) * strip_tile_from / 3
-                                  : matrix.group     ? group_tile_from : tile_from[int(format)]);
+  const bool looks_up = format == WeightFormat::lookup && VECTOR_BYTES == 64, by_sums = format == WeightFormat::b3 && x.sum_tables;
+  const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
+  const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
   const bool fine = x.fine && is_int8;
   std::int32_t* dots = scratch.dots;
@@ -237,27 +238,24 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   } else if (tiles) {
     tile_piece(matrix, begin, end, x, fine, scratch);
     offset = is_int8 ? 128 : 1;
+  } else if (by_sums) {
+    matmul_sums.sum_strips(matrix, begin, end, x, sums);
   } else if (matrix.in_strips() && !of_i2) {
+#if VECTOR_BYTES == 64
     const GroupSums of(matrix, x, group_sums);
     for (std::int64_t r = begin; r < end; r += strip_rows) {
       for (std::int64_t t = 0, count; t < x.tokens; t += count) {
-        count = x.tokens - t > 3 && VECTOR_BYTES == 64 ? 4 : x.tokens - t > 1 ? 2 : 1;
+        count = x.tokens - t > 3 ? 4 : x.tokens - t > 1 ? 2 : 1;
         const auto add_up = count == 4 ? lookup_strip_sums<4> : count == 2 ? lookup_strip_sums<2> : lookup_strip_sums<1>;
         add_up(matrix, r, x, of, t, sums + t * max_rows_a_call + (r - begin));
       }
     }
+#endif
   } else if (matrix.in_strips()) {
     const GroupSums of(matrix, x, group_sums);
 #define STRIP_SUMS(T) strips_sums<T>(matrix, begin, end, x, of, t, sums + t * max_rows_a_call);
     FOR_TOKEN_GROUPS(x.tokens, STRIP_SUMS)
 #undef STRIP_SUMS
-  } else if (matrix.group) {
-    const GroupSums of(matrix, x, group_sums);
-    const auto dot = of.group == 32    ? dot_group_rows<32>
-                     : of.group == 64  ? dot_group_rows<64>
-                     : of.group == 128 ? dot_group_rows<128>
-                                       : dot_group_rows<256>;
-    for (std::int64_t r = begin; r < end; r += group_rows) dot(matrix, r, end, x, of, scratch, sums + (r - begin));
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::b3) {

@@ -3,7 +3,7 @@
 // matmul_vectors-inl.h, which comes first.
 
 constexpr int rows_together = 4, tokens_together = 4;
-constexpr int group_tile_from = 8, strip_tile_from = 24, strips_together = 1;
+constexpr int strip_tile_from = 24, strips_together = 1;
 
 INLINE uint8x16_t bits(const Bytes& v) { return bit_cast<uint8x16_t>(v); }
 
@@ -11,17 +11,6 @@ constexpr bool takes_any_bytes = false;
 INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
   // Some compilers declare vdotq_s32 only where the whole file is compiled for it.
   __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(codes), "w"(x));
-  return sums;
-}
-
-// With the four bytes of one lane of x, which spares repeating them.
-INLINE Sums dot_lane(Sums sums, const Bytes& codes, const Bytes& x, int lane) {
-  switch (lane) {
-    case 0: __asm__("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums) : "w"(codes), "w"(x)); break;
-    case 1: __asm__("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sums) : "w"(codes), "w"(x)); break;
-    case 2: __asm__("sdot %0.4s, %1.16b, %2.4b[2]" : "+w"(sums) : "w"(codes), "w"(x)); break;
-    default: __asm__("sdot %0.4s, %1.16b, %2.4b[3]" : "+w"(sums) : "w"(codes), "w"(x));
-  }
   return sums;
 }
 

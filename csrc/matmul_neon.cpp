@@ -31,7 +31,6 @@ constexpr std::int64_t tile_from[weight_formats] = {32, 16, std::int64_t(1) << 6
 }  // namespace neon_matmul
 
 const MatmulKernels matmul_neon = neon_matmul::kernels_on<NoUnit>(0);
-const MatmulKernels matmul_emulated_unit = neon_matmul::kernels_on<EmulatedUnit>(2);
 
 }  // namespace sparse_bitnet
 

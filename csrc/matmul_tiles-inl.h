@@ -154,6 +154,37 @@ INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int
   }
 }
 
+// b3 in strips. Four codes of a row, in the bytes of a word, become twelve weights, in fields of two bits.
+INLINE void unpack_b3_strip(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
+                            std::uint8_t* tile) {
+  const LookupTable weights = lookup_table(lookup::layout_of({1, 1}).all);
+  const std::int64_t group = matrix.group, in_strip = row % b3_strips::rows;
+  const std::uint8_t* at = matrix.data + (row - in_strip) * matrix.row_stride + in_strip +
+                           begin / group * b3_strips::group_bytes(group) * b3_strips::rows;
+  const auto of_rows = [&](int byte) TARGET {
+    return __builtin_convertvector((load<Vector<std::uint8_t, row_lanes>>(at + byte * b3_strips::rows)), Words);
+  };
+  for (std::int64_t c = 0, left; c < count; c += left) {
+    left = group - c % group < b3_strips::segment_columns ? group - c % group : b3_strips::segment_columns;
+    const int codes = int(left + 2) / 3, bytes = b3_strips::segment_bytes(codes);
+    const Words signs = of_rows(bytes - 1) * 0x01010101u;
+    for (int first = 0; first < codes; first += 4) {
+      const Words pairs = of_rows(first / 2) | of_rows(first / 2 + 1) << 16;
+      const Bytes index = bit_cast<Bytes>((pairs & 0x000f000f) | (pairs << 4 & 0x0f000f00));
+      const std::uint32_t places = codes == 3 ? 0x00408020 : 0x20021001u << first / 2;  // the codes' bits of signs
+      const Bytes negative = bit_cast<Bytes>(bit_cast<Bytes>(signs & places) != 0);
+      const Words fields = bit_cast<Words>(look_up<5>(weights, ((index ^ negative) - negative) + 13));
+      const Words all = (fields & 63) | (fields >> 2 & 63 << 6) | (fields >> 4 & 63 << 12) | (fields >> 6 & 63 << 18);
+      for (int j = 3 * first; j < left && j < 3 * first + 12; j += 4) {
+        const Words four = all >> 2 * (j - 3 * first);
+        const Words spread = (four & 3) | (four << 6 & 3 << 8) | (four << 12 & 3 << 16) | (four << 18 & 3 << 24);
+        store_word(tile, c + j, bit_cast<Bytes>(spread));
+      }
+    }
+    at += bytes * b3_strips::rows;
+  }
+}
+
 INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count,
                         std::uint8_t* tile) {
   for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
@@ -219,6 +250,7 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   if (matrix.in_strips() && matrix.format == WeightFormat::lookup) {
     return unpack_lookup_strip(matrix, begin, column, count, tile);
   }
+  if (matrix.in_strips() && matrix.format == WeightFormat::b3) return unpack_b3_strip(matrix, begin, column, count, tile);
   if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {

@@ -90,21 +90,23 @@ class Weights:
             scales = self.arranged.data_ptr()
         else:
             padded = torch.nn.functional.pad(
-                self.group_scales, (0, 0, 0, -rows % 16), value=torch.nan
+                self.group_scales, (0, 0, 0, -rows % 64), value=torch.nan
             )
-            self.arranged = padded.view(-1, 16, groups).transpose(1, 2).contiguous()
+            strips = padded.view(-1, 64 if self.format == "b3" else 16, groups)
+            self.arranged = strips.transpose(1, 2).contiguous()
             group, scale_type = columns // groups, str(padded.dtype).removeprefix("torch.")
             scales = self.arranged.data_ptr()
-            if self.format in ("i2", "lookup"):
-                self.strips = aligned(-(-rows // 16) * 16 * self.stride + 64, np.uint8)
-                data = self.strips.ctypes.data
+            if self.format == "b3":
+                self.stride = _cpu.bytes_per_row(FORMATS["b3"], n, m, columns, group=group)
+            self.strips = aligned(-(-rows // 64) * 64 * self.stride + 64, np.uint8)
+            data = self.strips.ctypes.data
         matrix = _cpu.Matrix(
             FORMATS[self.format],
             *(n, m, rows, columns, self.stride, data, self.scale, scales, group),
             _cpu.ScaleType[scale_type],
             self.exact,
         )
-        if self.format == "lookup" or (group and self.format == "i2"):
+        if self.format == "lookup" or group:
             packed = codec.pack(self.codes, "i2", NMPattern(n, m))
             stored = (_cpu.StoredFormat.i2, n, m, rows, columns, packed.size)
             source = _cpu.StoredMatrix(*stored, address=packed.ctypes.data)
@@ -284,7 +286,7 @@ def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, form
     pattern = NMPattern(6, 8) if format != "lookup" else NMPattern(1, 1)
     shapes = [(1, 256), (13, 1280), (70, 896), (33, 2816), (9, 5 * 320 + 256 + 64), (18, 768)]
     for rows, columns in shapes:
-        if columns <= group or (group and columns % group) or (format == "lookup" and group == 32):
+        if columns <= group or (group and columns % group) or (format != "i2" and group == 32):
             continue
         for tokens in (1, 3, 5, 6, 20, 37):
             shape = (rows, columns // group if group else 1)
@@ -364,6 +366,17 @@ def test_activations_equal_the_reference(kernels, columns):
     close = ours.code_rows + ours.fine_rows / 128
     error = np.abs(close[finite] * ours.scales[finite, None] - x[finite])
     assert (error <= ours.scales[finite, None] * (0.51 / 128)).all()
+
+
+@pytest.mark.parametrize("value", [1, -1])
+def test_largest_sums_of_groups_do_not_overflow(kernels, value):
+    pool = _cpu.ThreadPool(1)
+    for columns, sign in itertools.product((64, 128, 256), (1, -1)):
+        codes = np.full((67, 2 * columns), value, np.int8)
+        weights = Weights("b3", NMPattern(1, 1), codes, group_scales=torch.ones(67, 2))
+        x = Quantized(kernels, pool, np.full((2, 2 * columns), sign, np.float32), fine=False)
+        (y,) = run(kernels, pool, x, [weights], [None])
+        assert_same(y, expected(weights, x, None))
 
 
 def test_largest_sums_do_not_overflow(kernels):

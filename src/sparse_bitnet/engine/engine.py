@@ -12,7 +12,7 @@ from sparse_bitnet.engine.architecture import HUNYUAN, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, choose_head, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import FORMATS, LOOKUP_GROUPS, Weights, choose_format
+from sparse_bitnet.engine.weights import FORMATS, LARGE_GROUPS, Weights, choose_format
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
@@ -164,7 +164,7 @@ def _weight_format(
 ) -> str:
     """Return the key of `FORMATS` for an option. Raises `UserError` if the model does not support it."""
     groups = model.scale_groups()
-    unsupported = groups != {0} and groups - {*LOOKUP_GROUPS}  # also where only some have groups
+    unsupported = groups != {0} and groups - {*LARGE_GROUPS}  # also where only some have groups
     if asked == "auto":
         if unsupported:
             return "i2"
@@ -175,8 +175,8 @@ def _weight_format(
     if name not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"--weight-format {name} exists only in files: choose one of {known}")
-    if name == "lookup" and unsupported:
-        raise UserError("--weight-format lookup needs groups of 64 or more, or none: use i2")
+    if name in ("b3", "lookup") and unsupported:
+        raise UserError(f"--weight-format {name} needs groups of 64 or more, or none: use i2")
     return name
 
 

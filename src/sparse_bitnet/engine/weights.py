@@ -45,10 +45,12 @@ COLUMNS = 3840
 _REPEATS = 6
 _SECONDS = 2.0
 """No round begins after this long, so that slow kernels do not hold up the first start."""
-LOOKUP_GROUPS = (64, 128, 256)
-"""Numbers of weights per scale that lookup supports, besides a row and more."""
+LARGE_GROUPS = (64, 128, 256)
+"""Numbers of weights per scale that b3 and lookup support, besides a row and more."""
 _DENSE = NMPattern(1, 1)
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
+_SUM_UP = ("amx_int8", "avx512vbmi", "avx512vnni", "avx512", "avxvnni", "avx2")
+"""Instruction sets whose lookup of 64 bytes, and whose b3 with group scales, may beat i2."""
 _TIE = 1.02
 """Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
 
@@ -125,15 +127,14 @@ def measure_formats(
     products: dict[str, Any] = {}
     weights: dict[str, int] = {}
     outputs: list[np.ndarray] = []
-    # lookup needs an instruction set with 64-byte table lookups, and whole groups in the columns.
-    looks_up = kernels.isa in _LOOK_UP and COLUMNS % coded.m == 0
-    if group:
-        looks_up = group in LOOKUP_GROUPS and kernels.isa != "generic"
+    isas = {"i2": (kernels.isa,), "b3": _SUM_UP if group else (kernels.isa,), "lookup": _LOOK_UP}
     for name, format in FORMATS.items():
-        if name == "lookup" and not looks_up:
+        if kernels.isa not in isas[name] or (group not in LARGE_GROUPS and group and name != "i2"):
             continue
-        stride = row_stride(name, pattern, COLUMNS, exact)
-        rows = size // stride // _cpu.STRIP_ROWS * _cpu.STRIP_ROWS
+        if name == "lookup" and (COLUMNS % coded.m or (group and kernels.isa not in _SUM_UP)):
+            continue
+        stride = row_stride(name, pattern, COLUMNS, exact, group)
+        rows = size // stride // _cpu.B3_STRIP_ROWS * _cpu.B3_STRIP_ROWS
         y = np.empty(rows, np.float32)
         outputs.append(y)
         weights[name] = rows * COLUMNS
@@ -161,17 +162,17 @@ def measure_formats(
     return seconds
 
 
-def row_bytes(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Return the bytes of a row in a format of `FORMATS`; `exact`: every group has n non-zeros."""
-    coded = coded_pattern(pattern)
-    is_exact = exact and weight_format == "lookup"
-    return _cpu.bytes_per_row(FORMATS[weight_format], coded.n, coded.m, columns, is_exact)
+def row_bytes(name: str, pattern: NMPattern, columns: int, exact: bool, group: int = 0) -> int:
+    """Return the bytes of a row in a format of `FORMATS`. exact: every group has n non-zeros. group:
+    number of weights that share a scale, 0: all."""
+    coded, exact = coded_pattern(pattern), exact and name == "lookup"
+    return _cpu.bytes_per_row(FORMATS[name], coded.n, coded.m, columns, exact, group)
 
 
-def row_stride(weight_format: str, pattern: NMPattern, columns: int, exact: bool) -> int:
-    """Return the bytes between rows: whole cache lines, except for lookup, whose strips fill lines."""
-    size = row_bytes(weight_format, pattern, columns, exact)
-    return size if weight_format == "lookup" else _aligned(size)
+def row_stride(name: str, pattern: NMPattern, columns: int, exact: bool, group: int = 0) -> int:
+    """Return the bytes between rows: whole cache lines, except where strips of rows fill lines."""
+    size = row_bytes(name, pattern, columns, exact, group)
+    return size if name == "lookup" or (name == "b3" and group) else _aligned(size)
 
 
 class Weights:
@@ -266,7 +267,7 @@ class Weights:
         group = columns // self._model.file.entries[f"{name}_scale"].shape[1]
         stride = row_stride("i2", _DENSE, columns, False)
         buffer = self._buffer(_in_strips(rows) * stride)
-        scales = self._scales(f"{name}_scale", shape, group)
+        scales = self._scales(f"{name}_scale", shape, group, "i2")
         matrix = _cpu.Matrix(FORMATS["i2"], 1, 1, *shape, stride, buffer.address, **scales)
         self._fill(name, "i2", _DENSE, matrix, shape)
         return _cpu.Table(matrix), rows * stride + self.kept[-1].nbytes
@@ -291,39 +292,37 @@ class Weights:
         is_grouped = weight_format == "lookup" and model.scale_groups() != {0}
         pattern = _DENSE if is_grouped else coded_pattern(model.metadata.pattern)
         exact = model.exact and weight_format == "lookup" and not is_grouped
-        bytes_of_all = sum(
-            _in_strips(rows) * row_stride(weight_format, pattern, columns, exact)
-            for layer in range(sizes.layers)
-            for rows, columns in sizes.linear_shapes(layer).values()
-        )
-        address = self._buffer(bytes_of_all).address
-        matrices = {}
+        plan = []
         for layer in range(sizes.layers):
             linears, shapes = sizes.linears(layer), sizes.linear_shapes(layer)
             for key, linear in linears.items():
-                name, shape = f"model.layers.{layer}.{linear}", shapes[linear]
-                stride = row_stride(weight_format, pattern, shape[1], exact)
                 # The smallest group of all matrices with the same input; 0 for no groups.
                 beside = next(keys for keys in ONE_INPUT if key in keys)
                 groups = [model.scale_group(layer, linears[k]) for k in beside if k in linears]
-                scales = self._scales(
-                    f"{name}.weight_scale", shape, min(filter(None, groups), default=0)
-                )
-                bytes_of_all += self.kept[-1].nbytes if "scales" in scales else 0
-                in_place = None
-                if stored[0] == weight_format and "group" not in scales:
-                    in_place = self._in_place(f"{name}.weight_packed", shape[0], stride)
-                matrices[name] = _cpu.Matrix(
-                    FORMATS[weight_format],
-                    *(pattern.n, pattern.m, *shape, stride, in_place or address),
-                    **scales,
-                    exact=exact,
-                )
-                self._fill(f"{name}.weight_packed", *stored, matrices[name], shape, in_place)
-                address += _in_strips(shape[0]) * stride
+                group, shape = min(filter(None, groups), default=0), shapes[linear]
+                stride = row_stride(weight_format, pattern, shape[1], exact, group)
+                size = _in_strips(shape[0], weight_format) * stride
+                plan.append((f"model.layers.{layer}.{linear}", shape, group, stride, size))
+        bytes_of_all = sum(size for *_, size in plan)
+        address = self._buffer(bytes_of_all).address
+        matrices = {}
+        for name, shape, group, stride, size in plan:
+            scales = self._scales(f"{name}.weight_scale", shape, group, weight_format)
+            bytes_of_all += self.kept[-1].nbytes if "scales" in scales else 0
+            in_place = None
+            if stored[0] == weight_format and not group:
+                in_place = self._in_place(f"{name}.weight_packed", shape[0], stride)
+            matrices[name] = _cpu.Matrix(
+                FORMATS[weight_format],
+                *(pattern.n, pattern.m, *shape, stride, in_place or address),
+                **scales,
+                exact=exact,
+            )
+            self._fill(f"{name}.weight_packed", *stored, matrices[name], shape, in_place)
+            address += size
         return matrices, bytes_of_all
 
-    def _scales(self, name: str, shape: tuple[int, int], group: int) -> dict[str, Any]:
+    def _scales(self, name: str, shape: tuple[int, int], group: int, form: str) -> dict[str, Any]:
         """Return a matrix's scales as arguments of `_cpu.Matrix`, one per `group` weights unless 0."""
         values = self._model.scales(name)
         if group == 0 and values.size == 1:
@@ -338,9 +337,9 @@ class Weights:
             elif values.shape != (1,):
                 values = values.repeat(groups // values.shape[1], 1)
             # Scales of a strip lie together; rows that fill up the last strip have none.
-            filled = np.zeros((_in_strips(rows), groups), values.dtype)
+            filled = np.zeros((_in_strips(rows, form), groups), values.dtype)
             filled[:rows] = values
-            scales = filled.reshape(-1, _cpu.STRIP_ROWS, groups).swapaxes(1, 2)
+            scales = filled.reshape(-1, _in_strips(1, form), groups).swapaxes(1, 2)
             more = {"group": group, "scale_type": _cpu.ScaleType[kind]}
         if scales.dtype != self._free_scales.dtype or scales.size > self._free_scales.size:
             self._free_scales = np.empty(max(scales.size, _SHARED_SCALES), scales.dtype)
@@ -400,9 +399,10 @@ class Weights:
             raise UserError(f"{file.path}: tensor {name} {damage}")
 
 
-def _in_strips(rows: int) -> int:
-    """Return the number of rows, rounded up to whole strips."""
-    return -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
+def _in_strips(rows: int, weight_format: str = "i2") -> int:
+    """Return the number of rows, rounded up to whole strips of a format."""
+    strip = _cpu.B3_STRIP_ROWS if weight_format == "b3" else _cpu.STRIP_ROWS
+    return -(-rows // strip) * strip
 
 
 def _aligned(size: int) -> int:

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of b3 with group scales (b3_strips.h) and few tokens, without a multiplication: an index looks up the sum that
+// its weights make of their three activations, in tables of a token. A sum is two digits of at most 14, low + 27 high:
+// those of eight codes fit 8 bits. For all instruction sets of x86. Included by matmul-inl.h with HAS_SUMS.
+
+using Shorts = Vector<std::int16_t>;
+using Entries = Vector<std::int16_t, 32>;
+constexpr int strip_vectors = b3_strips::rows / VECTOR_BYTES, code_tables = int(sum_table_bytes);
+
+// [codes of a group, code_tables]: for every index the low digits of its sums, then the high ones.
+TARGET static void sum_tables(const std::int8_t* codes, std::int64_t group, std::uint8_t* tables) {
+  Entries weights[3];
+  for (int p = 0; p < 3; ++p) {
+    const auto digits = load<Vector<std::uint8_t, 16>>(lookup::layout_of({1, 1}).digits[p] + 13);  // from code 0 on
+    weights[p] = __builtin_convertvector(digits, Entries) - 1;
+  }
+  for (std::int64_t c = 0; c < group; c += 3, tables += code_tables) {
+    Entries sums = weights[0] * std::int16_t(codes[c]);
+    if (c + 1 < group) sums += weights[1] * std::int16_t(codes[c + 1]);
+    if (c + 2 < group) sums += weights[2] * std::int16_t(codes[c + 2]);
+    const Entries high = (sums * 38 + 512) >> 10, low = sums - high * 27;
+    const __m256i digits = _mm256_packs_epi16(bit_cast<__m256i>(low), bit_cast<__m256i>(high));
+    store(tables, _mm256_permute4x64_epi64(digits, 0xd8));
+  }
+}
+
+// Adds up the codes of a segment, onto sums of each vector's even eights of rows and of the odd ones.
+template <int CODES>
+INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Shorts* sums) {
+  Bytes low[strip_vectors] = {}, high[strip_vectors] = {};
+  constexpr int bytes = b3_strips::segment_bytes(CODES), by_sign[] = {7, 5, 3, 1, 6, 4, 2, 0};
+  // vpsignb takes the sign of a byte, and zero for zero: a set bit below keeps it from being that.
+  Bytes signs[strip_vectors], sign[strip_vectors];
+  UNROLL for (int v = 0; v < strip_vectors; ++v) {
+    signs[v] = load_bytes(at + (bytes - 1) * b3_strips::rows + v * VECTOR_BYTES);
+    sign[v] = CODES == 3 ? signs[v] : signs[v] | 1;
+  }
+  UNROLL for (int i = 0; i < 8; ++i) {
+    const int code = by_sign[i], line = line_at(i, 8, bytes);
+    if (line >= 0) prefetch_with(sign[0], at + line * block_bytes);
+    if (code >= CODES && CODES == 3) continue;
+    if (code < CODES) {
+      const std::uint8_t* table = tables + code * code_tables;
+      const __m256i of_low = _mm256_broadcastsi128_si256(load<__m128i>(table));
+      const __m256i of_high = _mm256_broadcastsi128_si256(load<__m128i>(table + 16));
+      UNROLL for (int v = 0; v < strip_vectors; ++v) {
+        const Bytes pair = load_bytes(at + code / 2 * b3_strips::rows + v * VECTOR_BYTES);
+        const Bytes index = code % 2 ? high_nibbles(pair) : low_nibbles(pair);
+        low[v] += bit_cast<Bytes>(_mm256_sign_epi8(_mm256_shuffle_epi8(of_low, bits(index)), bits(sign[v])));
+        high[v] += bit_cast<Bytes>(_mm256_sign_epi8(_mm256_shuffle_epi8(of_high, bits(index)), bits(sign[v])));
+      }
+    }
+    UNROLL for (int v = 0; v < strip_vectors; ++v) {
+      sign[v] = i == 0 && CODES != 3 ? (signs[v] + signs[v]) | 1 : sign[v] + sign[v];
+      __asm__("" : "+x"(low[v]), "+x"(high[v]), "+x"(sign[v]));  // one code after another: more do not fit the registers
+    }
+  }
+  UNROLL for (int v = 0; v < strip_vectors; ++v) {
+    Bytes digits[2];
+    interleave_halves<std::uint8_t>(low[v], high[v], digits[0], digits[1]);
+    UNROLL for (int i = 0; i < 2; ++i) {
+      sums[2 * v + i] += bit_cast<Shorts>(_mm256_maddubs_epi16(_mm256_set1_epi16(27 << 8 | 1), bits(digits[i])));
+    }
+  }
+  at += bytes * b3_strips::rows;
+  tables += CODES * code_tables;
+}
+
+// sums of the rows of a strip, whose scales are there for all of them, and of a token.
+template <ScaleType SCALE>
+TARGET static void sum_strip(const Matrix& of_all, std::int64_t row, const Activations& x, std::int64_t token,
+                             float* sums) {
+  Matrix matrix = of_all;  // which no store can change
+  matrix.scale_type = SCALE;
+  constexpr int scale_bytes = SCALE == ScaleType::float32 ? 4 : 2;
+  const std::uint8_t* at = matrix.data + row * matrix.row_stride;
+  const std::int64_t groups = matrix.columns / matrix.group, segments = matrix.group / b3_strips::segment_columns;
+  const std::uint8_t* tables = x.sum_tables + token * groups * ((matrix.group + 2) / 3) * code_tables;
+  const float* activation_scales = x.group ? x.scales + token * groups : nullptr;
+  std::int64_t scale = scale_index(matrix, row);
+  for (int i = 0; i < b3_strips::rows; i += 8) store(sums + i, RowFloats{});
+  for (std::int64_t g = 0; g < groups; ++g, scale += b3_strips::rows) {
+    const char* ahead = static_cast<const char*>(matrix.group_scales) + (scale + 8 * b3_strips::rows) * scale_bytes;
+    for (int i = 0; i < b3_strips::rows * scale_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
+    Shorts dots[2 * strip_vectors] = {};
+    NO_UNROLL for (std::int64_t s = 0; s < segments; ++s) add_segment<8>(at, tables, dots);
+    matrix.group == 128 ? add_segment<3>(at, tables, dots) : add_segment<6>(at, tables, dots);
+    // Each 128 bits are eight rows: of a vector the even eights, then the odd ones.
+    std::int16_t eights[b3_strips::rows];
+    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
+    const float activation_scale = activation_scales ? activation_scales[g] : 1.0f;
+    UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
+      const int eight = i / VECTOR_BYTES * (2 * quads) + i % VECTOR_BYTES / 16 + i / 8 % 2 * quads;
+      const __m256i words = _mm256_cvtepi16_epi32(load<__m128i>(eights + 8 * eight));
+      const RowFloats value = bit_cast<RowFloats>(_mm256_cvtepi32_ps(words)) * scales_at<RowFloats>(matrix, scale + i);
+      store(sums + i, load<RowFloats>(sums + i) + value * activation_scale);
+    }
+  }
+}
+
+TARGET static void sum_strips(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
+                              float* sums) {
+  const auto sum = matrix.scale_type == ScaleType::float16    ? sum_strip<ScaleType::float16>
+                   : matrix.scale_type == ScaleType::bfloat16 ? sum_strip<ScaleType::bfloat16>
+                                                              : sum_strip<ScaleType::float32>;
+  for (std::int64_t r = begin; r < end; r += b3_strips::rows) {
+    for (std::int64_t t = 0; t < x.tokens; ++t) sum(matrix, r, x, t, sums + t * max_rows_a_call + (r - begin));
+  }
+}
