@@ -143,15 +143,15 @@ constexpr int code_at(const Shape& shape, const std::uint8_t* block, int row, in
   return code;
 }
 
-// Of `count` bytes from `block` on.
-inline void set_codes(const Shape& shape, std::uint8_t* block, int row, const std::uint8_t* codes,
-                      int count = block_codes) {
+// Of COUNT bytes from `block` on.
+template <int COUNT = block_codes>
+inline void set_codes(const Shape& shape, std::uint8_t* block, int row, const std::uint8_t* codes) {
   const Places& places = shape.places(row);
   for (int i = 0; i < places.count; ++i) {
     const Field field = places.fields[i];
     const int mask = ((1 << field.width) - 1) << field.from, up = field.from - field.to;
     std::uint8_t* bytes = block + field.vector * block_codes;
-    for (int j = 0; j < count; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | (codes[j] << up & mask));
+    for (int j = 0; j < COUNT; ++j) bytes[j] = std::uint8_t((bytes[j] & ~mask) | (codes[j] << up & mask));
   }
 }
 
@@ -201,7 +201,7 @@ inline void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, s
         const std::int64_t first = v * step + p * apart;
         for (int j = 0; j < 4 && first < count; ++j) codes[j] += std::uint8_t(digits[first + j] * factor);
       }
-      set_codes(triples, to + v / 8 * triples.vectors() * block_codes, int(v % 8), codes, 4);
+      set_codes<4>(triples, to + v / 8 * triples.vectors() * block_codes, int(v % 8), codes);
     }
     to += strip_blocks(group, is_shared) * triples.vectors() * block_codes;
     digits += count;

@@ -164,21 +164,21 @@ INLINE void unpack_b3_strip(const Matrix& matrix, std::int64_t row, std::int64_t
   const auto of_rows = [&](int byte) TARGET {
     return __builtin_convertvector((load<Vector<std::uint8_t, row_lanes>>(at + byte * b3_strips::rows)), Words);
   };
-  for (std::int64_t c = 0, left; c < count; c += left) {
-    left = group - c % group < b3_strips::segment_columns ? group - c % group : b3_strips::segment_columns;
-    const int codes = int(left + 2) / 3, bytes = b3_strips::segment_bytes(codes);
+  for (std::int64_t c = 0, left = group; c < count; left = left > 0 ? left : group) {
+    const int codes = left >= b3_strips::segment_columns ? 8 : int(left + 2) / 3, bytes = b3_strips::segment_bytes(codes);
     const Words signs = of_rows(bytes - 1) * 0x01010101u;
     for (int first = 0; first < codes; first += 4) {
       const Words pairs = of_rows(first / 2) | of_rows(first / 2 + 1) << 16;
       const Bytes index = bit_cast<Bytes>((pairs & 0x000f000f) | (pairs << 4 & 0x0f000f00));
       const std::uint32_t places = codes == 3 ? 0x00408020 : 0x20021001u << first / 2;  // the codes' bits of signs
       const Bytes negative = bit_cast<Bytes>(bit_cast<Bytes>(signs & places) != 0);
-      const Words fields = bit_cast<Words>(look_up<5>(weights, ((index ^ negative) - negative) + 13));
-      const Words all = (fields & 63) | (fields >> 2 & 63 << 6) | (fields >> 4 & 63 << 12) | (fields >> 6 & 63 << 18);
-      for (int j = 3 * first; j < left && j < 3 * first + 12; j += 4) {
-        const Words four = all >> 2 * (j - 3 * first);
-        const Words spread = (four & 3) | (four << 6 & 3 << 8) | (four << 12 & 3 << 16) | (four << 18 & 3 << 24);
-        store_word(tile, c + j, bit_cast<Bytes>(spread));
+      const Words w = bit_cast<Words>(look_up<5>(weights, ((index ^ negative) - negative) + 13));
+      const Words words[] = {(w & 3) | (w << 6 & 3 << 8) | (w << 12 & 3 << 16) | (w << 16 & 3 << 24),
+                             (w >> 10 & 3) | (w >> 4 & 3 << 8) | (w & 3 << 16) | (w << 6 & 3 << 24),
+                             (w >> 20 & 3) | (w >> 16 & 3 << 8) | (w >> 10 & 3 << 16) | (w >> 4 & 3 << 24)};
+      UNROLL for (int j = 0; j < 3; ++j, c += 4, left -= 4) {
+        if (left == 0) break;
+        store_word(tile, c, bit_cast<Bytes>(words[j]));
       }
     }
     at += bytes * b3_strips::rows;
