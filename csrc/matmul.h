@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "isa.h"
 #include "b3_strips.h"
+#include "isa.h"
 #include "lookup.h"
 #include "packed_format.h"
 #include "thread_pool.h"
@@ -40,8 +40,8 @@ enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr int matrix_alignment = 64;
 
 // A matrix [rows, columns], ready to be multiplied. `data` is 64-byte aligned, row_stride is a multiple
-// of 64 and at least bytes_per_row(), of lookup and b3 in strips those exactly, and at least 64 bytes behind the last row are
-// readable; the bytes of a row beyond bytes_per_row() are arbitrary.
+// of 64 and at least bytes_per_row(), of lookup and of b3 with groups those exactly, and at least 64 bytes behind the
+// last row are readable; the bytes of a row beyond bytes_per_row() are arbitrary.
 struct Matrix {
   WeightFormat format;
   packed::Pattern pattern;  // of lookup

@@ -84,7 +84,6 @@ struct SumKernels {
 };
 extern const SumKernels matmul_sums;
 
-
 extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_avx512vbmi,
     matmul_amx_int8, matmul_neon, matmul_i8mm, matmul_emulated_unit;
 
