@@ -49,8 +49,8 @@ LARGE_GROUPS = (64, 128, 256)
 """Numbers of weights per scale that b3 and lookup support, besides a row and more."""
 _DENSE = NMPattern(1, 1)
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
-_SUM_UP = ("amx_int8", "avx512vbmi", "avx512vnni", "avx512", "avxvnni", "avx2")
-"""Instruction sets whose lookup of 64 bytes, and whose b3 with group scales, may beat i2."""
+_SUM_UP = ("avx512vnni", "avx512", "avxvnni", "avx2")
+"""Instruction sets that look up 64 bytes (with group scales the first two), and whose b3 then wins."""
 _TIE = 1.02
 """Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
 
@@ -84,7 +84,7 @@ def choose_format(
     seconds = measure_formats(pattern, pool, kernels, exact=exact, group=group)
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
-    best = min(close, key=lambda name: (row_bytes(name, pattern, COLUMNS, exact), seconds[name]))
+    best = min(close, key=lambda f: (row_bytes(f, pattern, COLUMNS, exact, group), seconds[f]))
     # If the folder cannot be written, every start measures again.
     with suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,11 +127,11 @@ def measure_formats(
     products: dict[str, Any] = {}
     weights: dict[str, int] = {}
     outputs: list[np.ndarray] = []
-    isas = {"i2": (kernels.isa,), "b3": _SUM_UP if group else (kernels.isa,), "lookup": _LOOK_UP}
+    isas = {"b3": _SUM_UP, "lookup": _LOOK_UP[:2]} if group else {"lookup": _LOOK_UP}
     for name, format in FORMATS.items():
-        if kernels.isa not in isas[name] or (group not in LARGE_GROUPS and group and name != "i2"):
+        if name in isas and (kernels.isa not in isas[name] or group not in (0, *LARGE_GROUPS)):
             continue
-        if name == "lookup" and (COLUMNS % coded.m or (group and kernels.isa not in _SUM_UP)):
+        if name == "lookup" and COLUMNS % coded.m:
             continue
         stride = row_stride(name, pattern, COLUMNS, exact, group)
         rows = size // stride // _cpu.B3_STRIP_ROWS * _cpu.B3_STRIP_ROWS
