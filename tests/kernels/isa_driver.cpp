@@ -106,7 +106,7 @@ struct Weights {
     const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
     const bool is_lookup = format == WeightFormat::lookup;
     const std::int64_t stride = is_lookup ? width : packed::divide_up(width, matrix_alignment) * matrix_alignment;
-    memory.assign(packed::divide_up(rows, b3_strips::rows) * b3_strips::rows * stride + matrix_alignment, poison);
+    memory.assign(packed::divide_up(rows, strip_rows) * strip_rows * stride + matrix_alignment, poison);
     scales.resize(rows * packed::divide_up(columns, int4_group));
     for (float& scale : scales) scale = 0.01f + random.uniform() / 64;
     std::vector<std::uint8_t> digits(packed::divide_up(columns, pattern.m) * pattern.m +
@@ -147,8 +147,8 @@ struct Weights {
     for (std::uint16_t& half : group_scales) half = std::uint16_t(random.below(0x3fff) | random.below(2) << 15);
     matrix.group_scales = group_scales.data();
     if (matrix.format == WeightFormat::i2) return;
-    const bool is_b3 = matrix.format == WeightFormat::b3;
     const std::int64_t strip_rows = matrix.rows_of_strip();
+    const bool is_b3 = matrix.format == WeightFormat::b3;
     if (is_b3) matrix.row_stride = Matrix::bytes_per_row(matrix.format, dense, matrix.columns, group);
     memory.resize(packed::divide_up(matrix.rows, strip_rows) * strip_rows * matrix.row_stride + matrix_alignment);
     matrix.data = memory.data();

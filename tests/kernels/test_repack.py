@@ -341,6 +341,10 @@ def test_rows_are_copied(pool) -> None:
     rows = out[base : base + 70 * 192].reshape(70, 192)
     assert np.array_equal(rows[:, :132], array.view(np.uint8))
     assert (rows[:, 132:] == POISON).all()
+    data = torch.randint(-128, 128, (1, 10_000), dtype=torch.int8)
+    for size in (1, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 9990):  # of checksums
+        for first in (0, 1, 7):
+            quantize_table(pool, data[:, first : first + size], "int8", np.ones(1, np.float32))
 
 
 def test_files_are_read_from_an_offset_and_short_ones_refused(tmp_path: Path) -> None:

@@ -50,8 +50,7 @@ def test_other_threads_take_part():
 
 
 def test_a_thread_computes_a_contiguous_stretch():
-    """A thread computes everything between its first and its last piece, except pieces that others took
-    over."""
+    """A thread computes all from its first to its last piece, but for what others took over."""
     pool = _cpu.ThreadPool(2)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
