@@ -55,6 +55,14 @@ def test_plain_lines_have_rate_and_remaining_time(clock: list[float]) -> None:
     assert output.file.getvalue().splitlines() == ["reading  2/2 MB", "tokenising  1/2 MB"]
 
 
+def test_short_work_prints_nothing(clock: list[float]) -> None:
+    line = Progress(output := console(False, clock), plain_lines=9).line("", "MB", after=5)
+    for done in (1, 2, 3):
+        clock[0] += 2.0
+        line(done, 4)
+    assert output.file.getvalue().strip() == "3/4 MB, 0.5 MB/s, 2 s left"
+
+
 def test_the_rate_is_that_of_the_last_minute(clock: list[float]) -> None:
     output = console(False, clock)
     line = Progress(output, plain_lines=10_000).line("", "")

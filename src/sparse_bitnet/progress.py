@@ -36,13 +36,13 @@ class Progress(rich_progress.Progress):
         )
         self.plain_lines = plain_lines
 
-    def line(self, label: str, unit: str = "", scale: float = 1) -> "Line":
-        """Return a line that appears with its first call.
+    def line(self, label: str, unit: str = "", scale: float = 1, after: float = 0) -> "Line":
+        """Return a line that appears with its first call, or with the first one `after` so many seconds.
 
         `scale` is the number of counted things in one `unit`: 1e6 for bytes shown in MB. Without a unit
         the line shows percent.
         """
-        return Line(self, label, unit, scale)
+        return Line(self, label, unit, scale, after)
 
     def note(self, text: str, style: str | None = None) -> None:
         """Print a line that stays."""
@@ -52,8 +52,10 @@ class Progress(rich_progress.Progress):
 class Line:
     """One piece of work. Call it with the amount done and the total."""
 
-    def __init__(self, progress: Progress, label: str, unit: str, scale: float) -> None:
-        self._progress, self._unit, self._scale = progress, unit, scale
+    def __init__(
+        self, progress: Progress, label: str, unit: str, scale: float, after: float
+    ) -> None:
+        self._progress, self._unit, self._scale, self._after = progress, unit, scale, after
         self._id = progress.add_task(label, total=None, visible=False, state="")
         self._printed = -1
 
@@ -71,10 +73,11 @@ class Line:
         if label and label != task.description:
             display.reset(self._id, description=label)
             self._printed = -1
-        display.update(self._id, completed=done, total=total, visible=True)
+        shown = (task.elapsed or 0.0) >= self._after
+        display.update(self._id, completed=done, total=total, visible=shown)
         display.update(self._id, state=self._state(task, text))
         share = int(done * plain_lines / total) if plain_lines and total else -1
-        if share > self._printed and not display.console.is_terminal:
+        if shown and share > self._printed and not display.console.is_terminal:
             self._printed = share
             display.note(f"{task.description}  {task.fields['state']}")
 

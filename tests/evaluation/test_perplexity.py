@@ -82,13 +82,8 @@ def test_bfloat16_is_close(model, tokens):
 
 def test_equals_the_trainers_validation(model, prepared):
     config = TrainConfig(data=str(prepared), sequence_length=32, batch_size=4, validation_tokens=0)
-    loss, scored = validation_loss(
-        SummedLoss(model),
-        config,
-        held_out_windows(config),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    where = {"device": torch.device("cpu"), "dtype": torch.float32}
+    loss, scored = validation_loss(SummedLoss(model), config, held_out_windows(config), **where)
     tokens = TokenDataset.open(prepared, "validation")[0 : scored + 1]
     measured = perplexity(model, tokens, context_length=32, batch_size=4)
     assert measured.tokens == scored

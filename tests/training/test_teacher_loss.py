@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from small_runs import losses
 
 from factories import tiny_model
@@ -20,6 +21,7 @@ from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import distillation as teacher_module
 from sparse_bitnet.training.config import TrainConfig, read_config
 from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher, fingerprint
@@ -94,11 +96,15 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
 
 def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture) -> None:
     config = distil(steps=6, temperature=2.0, learning_rate=3e-4, reconstruction_windows=0)
-    train(config)
+    clock = iter(range(0, 9**9, 9))
+    train(config, progress=Progress(Console(get_time=clock.__next__), plain_lines=1))
+    shown, said = capsys.readouterr()
+    labels = re.findall("(validating.*)  256/256 tokens", shown)
+    assert labels == ["validating", "validating the teacher", "validating"]
     rows = read_rows(Path(config.out) / "metrics.jsonl")
     assert rows[0]["step"] == 0
     before = rows[0]["validation_perplexity"]
-    assert f"before the first step: validation perplexity {before:,.3f}" in capsys.readouterr().err
+    assert f"before the first step: validation perplexity {before:,.3f}" in said
     curve = losses(config)
     assert curve[-1] < curve[0]
     assert rows[0]["teacher_perplexity"] > 1
@@ -192,8 +198,7 @@ def test_an_unfinished_cache_resumes(
         options = {"steps": 100, "top_logits": 8, "logit_cache": str(tmp_path / name)}
         config = distil(**{**options, **changes})
         dataset = TokenDataset.open(config.data, split)
-        seed = config.data_seed
-        loader = TokenLoader(dataset, sequence_length=32, batch_size=4, seed=seed)
+        loader = TokenLoader(dataset, sequence_length=32, batch_size=4, seed=config.data_seed)
         return LogitCache(config, loader, VOCAB)
 
     monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", 1 << 17)
@@ -246,10 +251,7 @@ def test_an_unfinished_cache_resumes(
         ({"teacher": None, "logit_cache": "c"}, "has no effect without --teacher: add"),
         ({"logit_cache": "c", "logits_weight": 0.0}, "logit_cache=c has no effect without"),
         ({"logits_weight": 0.0}, "are both 0"),
-        (
-            {"teacher": "nothing/here/at-all"},
-            "no such checkpoint: no folder or file nothing/here/at-all",
-        ),
+        ({"teacher": "not/at/all"}, "no such checkpoint: no folder or file not/at/all"),
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
     ],
 )

@@ -71,13 +71,8 @@ def test_final_folder_is_the_trained_model(small_run, changes):
     config = small_run(**changes)
     result = train(config)
     model = from_pretrained(Path(config.out) / "final")
-    loss, tokens = validation_loss(
-        SummedLoss(model),
-        config,
-        held_out_windows(config),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    where = {"device": torch.device("cpu"), "dtype": torch.float32}
+    loss, tokens = validation_loss(SummedLoss(model), config, held_out_windows(config), **where)
     assert (loss, tokens) == (result.validation_loss, result.validation_tokens)
     assert result.zero_fraction > 0.25, "pruned"
     assert model.config.eos_token_id is not None

@@ -54,8 +54,7 @@ class Options(DenseLayersOption, TrainConfig):
 
     def config(self) -> TrainConfig:
         """Return the config that is stored with the run."""
-        fields = dataclasses.fields(TrainConfig)
-        values = {field.name: getattr(self, field.name) for field in fields}
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(TrainConfig)}
         if self.dense_layers:
             values["format"] = str(self.with_dense_layers(self.format))
         return TrainConfig(**values)
@@ -191,6 +190,7 @@ def run(chosen: Options) -> None:
                 config,
                 on_step=lambda row: line(row["step"], config.steps, text=describe(row)),
                 on_sample=lambda step, text: progress.note(f"sample after step {step:,}: {text}"),
+                progress=progress,
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )
@@ -229,12 +229,7 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
 
 
 def print_comparison(perplexity: float, config: TrainConfig) -> None:
-    """Print the perplexities of teacher and student, and the commands that follow.
-
-    Args:
-        perplexity: the student's, after training.
-        config: the finished run.
-    """
+    """Print a student's `perplexity`, its first one and its teacher's, and the commands that follow."""
     from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 
     first = read_rows(Path(config.out) / METRICS_FILE)[0]

@@ -22,6 +22,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import evaluation_mode, sparse_layers
 from sparse_bitnet.nn.ternary_tables import head_weight
+from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, compile_options
 from sparse_bitnet.training.distributed import World
@@ -245,10 +246,7 @@ class SummedLoss(torch.nn.Module):
     """A transformers causal LM whose forward returns its loss; steps call it, and FSDP splits it."""
 
     def __init__(
-        self,
-        model: "PreTrainedModel",
-        chunk_tokens: int | None = None,
-        compiled: bool = False,
+        self, model: "PreTrainedModel", chunk_tokens: int | None = None, compiled: bool = False
     ) -> None:
         super().__init__()
         self.model, self.chunk_tokens, self.compiled = model, chunk_tokens, compiled
@@ -351,9 +349,11 @@ def validation_loss(
     device: torch.device,
     dtype: torch.dtype,
     world: World | None = None,
+    on_batch: OnProgress = lambda done, total: None,
 ) -> tuple[float, int]:
     """Return `mean_token_loss` over the first `validation_tokens` of the validation split, in whole
-    sequences that the processes of `world` share."""
+    sequences that the processes of `world` share. `on_batch` is called with the tokens read so far and
+    the number of all."""
     world, windows = world or World(), _count(held_out, config)
     own = max(1, config.batch_size // world.size)
     size = 4 * min(config.micro_batch_size or own, own)  # no gradients need memory
@@ -367,6 +367,8 @@ def validation_loss(
             input_ids, labels, *positions = map(torch.from_numpy, batch)
             # All processes of a split model must compute the batch; here nothing of it is scored.
             yield input_ids, labels if scored else torch.full_like(labels, -100), *positions
+            done = min(windows, start + size * world.size)
+            on_batch(done * config.sequence_length, windows * config.sequence_length)
 
     return mean_token_loss(loss, batches(), device=device, dtype=dtype, world=world)
 

@@ -89,12 +89,7 @@ def run_lock(run: Path) -> Iterator[None]:
 
 def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
     """Return the result of this config's run if `run` holds it and it is finished, else None; write
-    nothing.
-
-    Args:
-        run: the folder.
-        config: the config to train.
-        data: identity of the data, see `RunResult.data`.
+    nothing. `data` is as in `RunResult`.
 
     Raises `UserError` when the folder holds a run of another config or of other data, or files that are
     not a run.

@@ -32,7 +32,7 @@ from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_phase_, sparse_layers
-from sparse_bitnet.progress import say
+from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training import distributed, metrics, schedule
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import (
@@ -72,6 +72,7 @@ def train(
     *,
     on_step: OnStep | None = None,
     on_sample: Callable[[int, str], None] | None = None,
+    progress: Progress | None = None,
     shard: int | None = None,
     timeout_seconds: float = 600.0,
 ) -> RunResult:
@@ -84,6 +85,7 @@ def train(
         on_step: called after every step with its metrics and timing in one dict, in the first process.
         on_sample: called with step and `metrics.sample` after validations of a pretrained model, in a
             run of one process.
+        progress: display that shows validations which take more than 5 s, in the first process.
         shard, timeout_seconds: how several processes share the work, see `open_world`.
 
     Raises `UserError` for bad input, a locked folder, a loss that is not finite, or a lost process;
@@ -100,7 +102,7 @@ def train(
         finished = world.on_main(lambda: _take_folder(config, text, held_out, held))
         if finished is not None:
             return finished
-        return Trainer(config, text, held_out, world, on_step, on_sample).run_to_end()
+        return Trainer(config, text, held_out, world, on_step, on_sample, progress).run_to_end()
 
 
 def _take_folder(
@@ -143,9 +145,9 @@ class Trainer:
         world: World,
         on_step: OnStep | None = None,
         on_sample: Callable[[int, str], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Build model and optimiser, and resume from the newest checkpoint; this process owns the
-        folder.
+        """Build model and optimiser, and resume from the newest checkpoint of the locked folder.
 
         Raises `UserError` for a config that cannot be trained, before anything is written.
         """
@@ -153,6 +155,7 @@ class Trainer:
         self.held_out, self.data = held_out, _identity(text, held_out)
         self.format = schedule.format_of(config)
         self.on_sample = on_sample if config.init and world.mesh is None else None
+        self.progress = (world.is_main and progress) or Progress()  # not started, it shows nothing
         self.stop, self.stops = Event(), 0.0
         self.device, self.dtype = prepare_device(config)
         with world.agreed():
@@ -211,9 +214,8 @@ class Trainer:
         if world.is_main:
             at_end = self.start == config.steps
             self.timing.append(metrics.JsonLines(self.run / metrics.TIMING_FILE, self.start))
-            self.sinks.append(
-                metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start, at_end=at_end)
-            )
+            rows = metrics.JsonLines(self.run / metrics.METRICS_FILE, self.start, at_end=at_end)
+            self.sinks.append(rows)
             if config.tensorboard:
                 self.sinks.append(metrics.TensorBoard(self.run / "tensorboard", self.start))
 
@@ -368,6 +370,8 @@ class Trainer:
 
     def _validate(self, step: int, loss: SummedLoss | None = None) -> dict[str, Any]:
         """Score the held-out windows by the run's loss, and sample its model; or by a given loss."""
+        what = "validating" if loss in (None, self.loss) else "validating the teacher"
+        line = self.progress.line(what, "tokens", after=5)
         # Compiling again, for another batch size and without gradients, would take longer.
         with torch.compiler.set_stance("force_eager"):
             mean, tokens = validation_loss(
@@ -377,7 +381,9 @@ class Trainer:
                 device=self.device,
                 dtype=self.dtype,
                 world=self.world,
+                on_batch=line,
             )
+            line.end()
             if self.on_sample and loss is None:
                 with autocast(self.device, self.dtype):
                     text = self.held_out.dataset[:16].tolist()
@@ -436,18 +442,17 @@ class Trainer:
                 cast("PreTrainedModel", whole), self.run / "final", self.tokenizer
             )
         )
+        steps = validation.pop("step")
         result = RunResult(
             run=str(self.run),
             format=self.config.format,
-            steps=self.config.steps,
+            steps=steps,
             tokens=row["tokens"],
             training_loss=row["loss"],
-            validation_loss=validation["validation_loss"],
-            validation_perplexity=validation["validation_perplexity"],
-            validation_tokens=validation["validation_tokens"],
             flip_rate=row["flip_rate"],
             zero_fraction=zero_fraction,
             data=self.data,
+            **validation,
         )
         if self.world.is_main:
             write_atomic(self.run / RESULT, json.dumps(asdict(result), indent=2) + "\n")
