@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// b3 with group scales, of 64 weights or more: a run-time layout of 5 bits for three weights, never in a file. The
-// products look up sums of three activations, for all rows of a vector at once (matmul_sums-inl.h).
+// b3 as it is multiplied: 5 bits for three weights, never in a file. The products look up sums of three activations, for
+// all rows of a vector at once (matmul_sums-inl.h).
 //
-// Rows lie in strips of 64, whose bytes j are 64 neighbours, the last strip filled up with rows of any codes. Groups of
-// columns follow each other. Three neighbouring columns of a group, past whose end weights are 0, are a code: w0 + 3 w1 +
-// 9 w2, as an index of 4 bits, its magnitude, and a sign. Segments of eight codes take four bytes of two indices, the
-// first one's low, and a byte of signs. A group's last segment has six codes in four bytes, or for groups of 128 three in
-// two, of which the last one's high bits are the signs, over a set bit that keeps it from being zero.
+// Rows lie in strips of 64, whose bytes j are 64 neighbours, the last strip filled up with rows of any codes. Columns are
+// cut into segments of 24; a row without group scales is filled up with zeros to whole ones. Each group of 64, 128 or 256
+// begins a segment, and its last one has the 16 or 8 columns that are left.
+//
+// Three weights are a code, w0 + 3 w1 + 9 w2, as an index of 4 bits, its magnitude, and a sign. A segment has eight codes
+// in four bytes of two indices, the first one's low, and a byte of signs. Code i of the first four has the weights i, i + 4
+// and i + 8, so that four codes side by side are words of four columns; the last four have those 12 columns on.
+// Of 16 columns there are six codes in four bytes: the last two have 12 and 14, 13 and 15. Of 8 there are three in two
+// bytes, the last one's high bits the signs, over a set bit that keeps it from being zero: code i has i and i + 4, the
+// first one 3 besides, the second one 7.
 
 #pragma once
 
@@ -16,51 +21,82 @@ namespace sparse_bitnet::b3_strips {
 
 constexpr int rows = 64, segment_columns = 24;
 
-constexpr int segment_bytes(int codes) { return codes == 3 ? 2 : codes / 2 + 1; }
-constexpr int last_codes(std::int64_t group) { return int(group % segment_columns + 2) / 3; }
-constexpr std::int64_t group_bytes(std::int64_t group) {
-  return group / segment_columns * segment_bytes(8) + segment_bytes(last_codes(group));
+// Columns that are cut by themselves: a group, or without groups a segment.
+constexpr std::int64_t part_columns(std::int64_t group) { return group ? group : segment_columns; }
+// Of a segment with so many columns.
+constexpr int codes_of(std::int64_t columns) { return int(columns + 2) / 3; }
+constexpr int segment_bytes(int codes) { return codes == 3 ? 2 : codes == 0 ? 0 : codes / 2 + 1; }
+constexpr std::int64_t part_codes(std::int64_t part) {
+  return part / segment_columns * 8 + codes_of(part % segment_columns);
+}
+constexpr std::int64_t part_bytes(std::int64_t part) {
+  return part / segment_columns * segment_bytes(8) + segment_bytes(codes_of(part % segment_columns));
 }
 constexpr int sign_bit(int codes, int code) {
   return codes == 3 ? (code == 0 ? 5 : code == 1 ? 7 : 6) : code % 2 * 4 + code / 2;
 }
 
+// Where a column of a segment lies.
+struct Place {
+  int code, digit;
+};
+constexpr Place place_of(int codes, int column) {
+  if (codes == 3) return column % 4 == 3 ? Place{column / 4, 2} : Place{column % 4, column / 4};
+  if (codes == 6 && column >= 12) return {4 + column % 2, column / 14};
+  return {column / 12 * 4 + column % 4, column % 12 / 4};
+}
+
 // The weight at a column of a row.
 constexpr int weight_at(const std::uint8_t* row, std::int64_t group, std::int64_t column) {
-  const std::int64_t in_group = column % group, segment = in_group / segment_columns;
-  const int code = int(in_group % segment_columns / 3), codes = segment < group / segment_columns ? 8 : last_codes(group);
-  row += (column / group * group_bytes(group) + segment * segment_bytes(8)) * rows;
-  const int index = row[code / 2 * rows] >> code % 2 * 4 & 15;
-  const bool is_negative = row[(segment_bytes(codes) - 1) * rows] >> sign_bit(codes, code) & 1;
+  const std::int64_t part = part_columns(group), in_part = column % part, segment = in_part / segment_columns;
+  const int codes = segment < part / segment_columns ? 8 : codes_of(part % segment_columns);
+  const Place place = place_of(codes, int(in_part % segment_columns));
+  row += (column / part * part_bytes(part) + segment * segment_bytes(8)) * rows;
+  const int index = row[place.code / 2 * rows] >> place.code % 2 * 4 & 15;
+  const bool is_negative = row[(segment_bytes(codes) - 1) * rows] >> sign_bit(codes, place.code) & 1;
   constexpr int factors[] = {1, 3, 9};
-  return (13 + (is_negative ? -index : index)) / factors[in_group % 3] % 3 - 1;
+  return (13 + (is_negative ? -index : index)) / factors[place.digit] % 3 - 1;
 }
 
 template <int CODES>
 inline void encode_segment(const std::uint8_t* digits, std::uint8_t* row) {
-  constexpr int count = segment_bytes(CODES);
+  constexpr int count = segment_bytes(CODES), columns = CODES == 3 ? 8 : CODES == 6 ? 16 : 24, factors[] = {1, 3, 9};
+  int codes[CODES] = {};
+  for (int c = 0; c < columns; ++c) {
+    const Place place = place_of(CODES, c);
+    codes[place.code] += (digits[c] - 1) * factors[place.digit];
+  }
   std::uint8_t bytes[count] = {};
   bytes[count - 1] = CODES == 3 ? 16 : 0;
   for (int i = 0; i < CODES; ++i) {
-    const int code = digits[3 * i] + 3 * digits[3 * i + 1] + 9 * digits[3 * i + 2] - 13;
-    bytes[i / 2] |= std::uint8_t((code < 0 ? -code : code) << i % 2 * 4);
-    bytes[count - 1] |= std::uint8_t((code < 0) << sign_bit(CODES, i));
+    bytes[i / 2] |= std::uint8_t((codes[i] < 0 ? -codes[i] : codes[i]) << i % 2 * 4);
+    bytes[count - 1] |= std::uint8_t((codes[i] < 0) << sign_bit(CODES, i));
   }
   for (int j = 0; j < count; ++j) row[j * rows] = bytes[j];
 }
 
-// Writes a row from its weights plus one.
+// Writes a row from its weights plus one, behind which lie ones.
 inline void encode_row(const std::uint8_t* digits, std::int64_t columns, std::int64_t group, std::uint8_t* row) {
-  for (std::int64_t c = 0; c < columns; row += segment_bytes(last_codes(group)) * rows) {
-    for (std::int64_t s = group / segment_columns; s > 0; --s, c += segment_columns, row += segment_bytes(8) * rows) {
+  const std::int64_t part = part_columns(group), left = part % segment_columns;
+  for (std::int64_t c = 0; c < columns; c += left, row += segment_bytes(codes_of(left)) * rows) {
+    for (std::int64_t s = part / segment_columns; s > 0; --s, c += segment_columns, row += segment_bytes(8) * rows) {
       encode_segment<8>(digits + c, row);
     }
-    std::uint8_t last[segment_columns];
-    const std::int64_t left = group % segment_columns;
-    for (int i = 0; i < segment_columns; ++i) last[i] = i < left ? digits[c + i] : 1;
-    last_codes(group) == 3 ? encode_segment<3>(last, row) : encode_segment<6>(last, row);
-    c += left;
+    if (left) left == 8 ? encode_segment<3>(digits + c, row) : encode_segment<6>(digits + c, row);
   }
 }
+
+struct Tables {
+  // By index: the three weights, times 1, 4 and 16. With 21 added they are one too high, in fields of two bits.
+  alignas(64) std::uint8_t fields[64];
+  // The bit of the sign of a first code, and of the fifth: those of the next three, and of the last three, are above.
+  alignas(64) std::uint8_t bits[64];
+
+  constexpr Tables() : fields(), bits() {
+    for (int i = 0; i < 14; ++i) fields[i] = std::uint8_t((13 + i) % 3 + (13 + i) / 3 % 3 * 4 + (13 + i) / 9 * 16 - 21);
+    for (int i = 0; i < 64; ++i) bits[i] = i / 16 % 2 ? 4 : 1;
+  }
+};
+inline constexpr Tables tables;
 
 }  // namespace sparse_bitnet::b3_strips

@@ -44,9 +44,9 @@ void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t 
                  std::int64_t columns, std::int64_t row_stride, Address address, float scale,
                  Address scales, std::int64_t group, ScaleType scale_type, bool exact) {
   const std::int64_t row_bytes = bytes_per_row(format, n, m, columns, exact, group);
-  const bool is_lookup = format == WeightFormat::lookup, is_b3_strip = format == WeightFormat::b3 && group;
-  require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : is_b3_strip ? 1 : matrix_alignment);
-  require((!is_lookup && !is_b3_strip) || row_stride == row_bytes, "rows of lookup, and of b3 with groups, lie one behind another");
+  const bool is_lookup = format == WeightFormat::lookup, is_b3 = format == WeightFormat::b3;
+  require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : is_b3 ? 1 : matrix_alignment);
+  require((!is_lookup && !is_b3) || row_stride == row_bytes, "rows of lookup and b3 lie one behind another");
   require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
   require(std::isfinite(scale), "the scale is not finite");
   const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;

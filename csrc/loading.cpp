@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "checksum.h"
@@ -74,10 +75,10 @@ class Repacking {
   Repacking(const StoredMatrix& stored, const Matrix& out)
       : stored_(stored),
         out_(out),
-        is_same_(int(stored.format) == int(out.format) && !out.in_strips()),
+        is_same_(stored.format == StoredFormat::i2 && out.format == WeightFormat::i2 && !out.in_strips()),
         is_there_(is_same_ && out.data == stored.bytes.data),
         strip_rows_(lookup::shape_of(out.pattern).rows()),
-        row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns, out.group)),
+        row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
         limit_(stored.pattern) {
     if (stored.format == StoredFormat::nm_enum || stored.format == StoredFormat::nm_sign) {
       group_decoder_ = std::make_unique<GroupDecoder>(stored.pattern, stored.columns);
@@ -104,7 +105,7 @@ class Repacking {
       const int in_strip = int(index % strip_rows_);
       lookup::encode_row(out_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);
     } else if (!is_same_) {
-      (out_.format == WeightFormat::i2 ? encode_i2 : encode_b3)(digits, stored_.columns, to);
+      encode_i2(digits, stored_.columns, to);
     }
     return nullptr;
   }
@@ -168,9 +169,13 @@ bool all_finite(TableType type, const void* row, std::int64_t columns) {
 
 std::int64_t StoredMatrix::bytes_per_row(StoredFormat format, packed::Pattern pattern,
                                          std::int64_t columns) {
-  if (format == StoredFormat::nm_enum) return packed::nm_enum_row_bytes(pattern, columns);
-  if (format == StoredFormat::nm_sign) return packed::nm_sign_row_bytes(pattern, columns);
-  return Matrix::bytes_per_row(WeightFormat(int(format)), pattern, columns);
+  switch (format) {
+    case StoredFormat::i2: return packed::i2_row_bytes(columns);
+    case StoredFormat::b3: return packed::b3_row_bytes(columns);
+    case StoredFormat::nm_enum: return packed::nm_enum_row_bytes(pattern, columns);
+    case StoredFormat::nm_sign: return packed::nm_sign_row_bytes(pattern, columns);
+  }
+  throw std::invalid_argument("unknown stored format");
 }
 
 Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {

@@ -9,7 +9,6 @@
 //   constexpr int strips_together                    strips of i2 that are multiplied at once
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
-//   Bytes three_quarters(Bytes v)                    of b3: floor(3 v / 256) in bits 6 and 7
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 // with PAIRED_TILES dot_pairs, for tiles in pairs of rows, with NARROW_SUMS widen, dot_int8, int8_offset and what
 // matmul_wide-inl.h asks for, and with HAS_SUMS, of one instruction set, what matmul_sums of matmul_kernels.h is made of.

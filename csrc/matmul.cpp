@@ -111,12 +111,13 @@ const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
 
 const std::uint8_t* sum_tables(ThreadPool& pool, const Activations& x, std::int64_t group) {
   thread_local AlignedVector<std::uint8_t> memory;
-  const std::int64_t groups = x.columns / group, of_group = (group + 2) / 3 * sum_table_bytes;
-  if (std::int64_t(memory.size()) < x.tokens * groups * of_group) memory.resize(std::size_t(x.tokens * groups * of_group));
+  const std::int64_t part = b3_strips::part_columns(group), parts = packed::divide_up(x.columns, part);
+  const std::int64_t of_part = b3_strips::part_codes(part) * sum_table_bytes;
+  if (std::int64_t(memory.size()) < x.tokens * parts * of_part) memory.resize(std::size_t(x.tokens * parts * of_part));
   std::uint8_t* to = memory.data();
-  pool.parallel_for(x.tokens * groups, 32, [&](std::int64_t begin, std::int64_t end, int) {
-    for (std::int64_t g = begin; g < end; ++g) {
-      matmul_sums.sum_tables(x.codes + g / groups * x.stride + g % groups * group, group, to + g * of_group);
+  pool.parallel_for(x.tokens * parts, 4096 / part, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      matmul_sums.sum_tables(x.codes + i / parts * x.stride + i % parts * part, part, to + i * of_part);
     }
   });
   return to;
@@ -135,7 +136,7 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
     case WeightFormat::i2:
       return packed::i2_row_bytes(columns);
     case WeightFormat::b3:
-      return group ? columns / group * b3_strips::group_bytes(group) : packed::b3_row_bytes(columns);
+      return packed::divide_up(columns, b3_strips::part_columns(group)) * b3_strips::part_bytes(b3_strips::part_columns(group));
     case WeightFormat::lookup:
       return lookup::shape_of(pattern).row_bytes(columns);
     case WeightFormat::int8:
@@ -282,7 +283,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   bool in_b3_strips = false;
-  for (int i = 0; i < count && group; ++i) in_b3_strips |= products[i].matrix->format == WeightFormat::b3;
+  for (int i = 0; i < count; ++i) in_b3_strips |= products[i].matrix->format == WeightFormat::b3;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;

@@ -14,13 +14,13 @@
 
 namespace sparse_bitnet {
 
-// i2 and b3 are the layouts of packed_format.h, except that rows lie `row_stride` bytes
-// apart, and that i2 with group scales lies in strips, so that no sum is taken across the lanes of a vector:
+// i2 is the layout of packed_format.h, except that rows lie `row_stride` bytes
+// apart, and that with group scales it lies in strips, so that no sum is taken across the lanes of a vector:
 // strips of 16 rows follow each other, 16 row_stride bytes apart, the last one filled up with rows of any
 // codes. 64 bytes of a strip hold 16 columns c, c + 1, ...: 32-bit word i is of row i, and its byte j holds
 // in bits 2p and 2p + 1 weight c + 4p + j, plus one.
-// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes. b3 with group
-// scales lies as b3_strips.h says.
+// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes. b3 lies as
+// b3_strips.h says.
 // int8 and int4 are for the embedding and the output head.
 //   int8: one byte a weight, two's complement, float scale [rows]; at most most_int8_columns.
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
@@ -40,7 +40,7 @@ enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr int matrix_alignment = 64;
 
 // A matrix [rows, columns], ready to be multiplied. `data` is 64-byte aligned, row_stride is a multiple
-// of 64 and at least bytes_per_row(), of lookup and of b3 with groups those exactly, and at least 64 bytes behind the
+// of 64 and at least bytes_per_row(), of lookup and of b3 those exactly, and at least 64 bytes behind the
 // last row are readable; the bytes of a row beyond bytes_per_row() are arbitrary.
 struct Matrix {
   WeightFormat format;
@@ -57,7 +57,7 @@ struct Matrix {
 
   // Number of columns whose sum has a scale of its own; 0 if all columns share one.
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
-  bool in_strips() const { return group != 0; }
+  bool in_strips() const { return group != 0 || format == WeightFormat::b3; }
   std::int64_t rows_of_strip() const { return format == WeightFormat::b3 ? b3_strips::rows : strip_rows; }
   // Of a matrix in strips the code, and of one with groups the scale, of a place.
   int strip_code(std::int64_t row, std::int64_t column) const;
@@ -88,7 +88,7 @@ struct Activations {
   // For lookup's codes of neighbours, made by `matmul` too: of every 256 codes each fourth one, from the first, second,
   // third and last on, [tokens, quad_stride(columns)], zeros behind `columns`.
   const std::int8_t* quads = nullptr;
-  // For b3 with group scales, made by `matmul` too: [tokens, groups, codes of a group, sum_table_bytes].
+  // For b3, made by `matmul` too: [tokens, parts, codes of a part, sum_table_bytes].
   const std::uint8_t* sum_tables = nullptr;
 
   std::int64_t scales_a_token() const { return group ? columns / group : 1; }

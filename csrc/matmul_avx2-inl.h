@@ -9,13 +9,6 @@ INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
   out = bit_cast<Floats>(_mm256_cvtph_ps(load<__m128i>(from)));
 }
 
-// Two averages, which round up, of u = v - 1 (0 for 0) and 0 give 3 u / 4 with the number in bits 6 and 7:
-// checked for every byte.
-INLINE Bytes three_quarters(const Bytes& v) {
-  const __m256i u = _mm256_subs_epu8(bits(v), _mm256_set1_epi8(1));
-  return bit_cast<Bytes>(_mm256_avg_epu8(u, _mm256_avg_epu8(u, _mm256_setzero_si256())));
-}
-
 // Sixteen entries at a time.
 struct LookupTable {
   __m256i of[4];
@@ -29,7 +22,8 @@ INLINE LookupTable lookup_table(const std::uint8_t* entries) {
 }
 template <int BITS>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
-  constexpr int parts = BITS == 5 ? 2 : 4;
+  constexpr int parts = 1 << (BITS - 4);
+  if (parts == 1) return bit_cast<Bytes>(_mm256_shuffle_epi8(table.of[0], bits(codes)));
   __m256i entries = _mm256_shuffle_epi8(table.of[0], bits(codes & 15));
   UNROLL for (int i = 1; i < parts; ++i) {
     const auto here = (codes & std::uint8_t(16 * parts - 16)) == std::uint8_t(16 * i);

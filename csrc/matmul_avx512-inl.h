@@ -15,12 +15,6 @@ INLINE Sums dot_codes(const Sums& sums, const Bytes& codes, const Bytes& x) {
   return bit_cast<Sums>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums), bits(codes), bits(x)));
 }
 
-// As in matmul_avx2-inl.h.
-INLINE Bytes three_quarters(const Bytes& v) {
-  const __m512i u = _mm512_subs_epu8(bits(v), _mm512_set1_epi8(1));
-  return bit_cast<Bytes>(_mm512_avg_epu8(u, _mm512_avg_epu8(u, _mm512_setzero_si512())));
-}
-
 // As in matmul_groups-inl.h.
 INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
   out = bit_cast<Floats>(_mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from)));

@@ -27,7 +27,8 @@ INLINE LookupTable lookup_table(const std::uint8_t* entries) {
 }
 template <int BITS>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
-  constexpr int parts = BITS == 5 ? 2 : 4;
+  constexpr int parts = 1 << (BITS - 4);
+  if (parts == 1) return bit_cast<Bytes>(_mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes)));
   __m512i entries = _mm512_maskz_shuffle_epi8(__mmask64(-1), table.of[0], bits(codes & 15));
   UNROLL for (int i = 1; i < parts; ++i) {
     const __m512i all = bits(codes), part = bits(codes & 48), value = _mm512_set1_epi8(char(16 * i));

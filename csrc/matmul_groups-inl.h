@@ -104,7 +104,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
         UNROLL for (int v = 0; v < vectors; ++v) {
           block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
         }
-        UNROLL for (int p = 0; p < I2Planes::count; ++p) {
+        UNROLL for (int p = 0; p < i2_planes; ++p) {
           Bytes codes[vectors];
           UNROLL for (int v = 0; v < vectors; ++v) {
             codes[v] = chains > 1 ? block[v] & splat(std::uint8_t(p % 2 ? 12 : 3)) : plane(block[v], p);

@@ -29,14 +29,15 @@ constexpr std::int64_t least_streamed = std::int64_t(1) << 21;
 constexpr std::int64_t max_column_block = 512, unit_column_block = 768;
 constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern,
                                     bool on_unit = false) {
-  if (format == WeightFormat::b3 && group == 0) return packed::b3_block_weights;
   if (on_unit) return unit_column_block;
+  if (format == WeightFormat::b3 && group == 0) return 20 * b3_strips::segment_columns;
   if (format != WeightFormat::lookup || lookup::shape_of(pattern).neighbours()) return max_column_block;
   return group ? 768 : 3 * lookup::triples.block_columns();  // multiples of three groups
 }
 constexpr std::int64_t group_rows = 8;  // whose group sums are taken together
 constexpr std::int64_t max_groups_a_block = max_column_block / 32;
 static_assert(unit_column_block / 64 <= max_groups_a_block);  // a unit's groups have 64 columns or more
+static_assert(unit_column_block % b3_strips::segment_columns == 0);
 
 // The same where weights are unpacked to 16 bits: all rows of a piece at once, for these tokens.
 constexpr std::int64_t wide_column_block = 256;
@@ -74,12 +75,12 @@ struct MatmulKernels {
   std::int64_t tiles_from;
 };
 
-// b3 with group scales times few tokens (matmul_sums-inl.h), for all instruction sets of x86; nulls elsewhere.
+// b3 times few tokens (matmul_sums-inl.h), for all instruction sets of x86; nulls elsewhere.
 constexpr std::int64_t sum_table_bytes = 32;  // of a code
 struct SumKernels {
-  // Of the codes of a group: [codes of a group, sum_table_bytes].
-  void (*sum_tables)(const std::int8_t* codes, std::int64_t group, std::uint8_t* tables);
-  // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip.
+  // Of the codes of a part (b3_strips.h): [codes of a part, sum_table_bytes].
+  void (*sum_tables)(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables);
+  // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip; without group scales integers.
   void (*sum_strips)(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x, float* sums);
 };
 extern const SumKernels matmul_sums;

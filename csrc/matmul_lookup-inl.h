@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of weights in the layout of lookup.h. Included by matmul-inl.h after matmul_rows-inl.h, with
 //   struct LookupTable; LookupTable lookup_table(const uint8* entries)      64 bytes
-//   Bytes look_up<BITS>(const LookupTable&, Bytes codes)                    by the low bits, 5 or 6
+//   Bytes look_up<BITS>(const LookupTable&, Bytes codes)                    by the low bits, 5 or 6, or by a code of 4
 
 // A row of lookup::layouts. The codes of a row of a strip; bits above them are any. `block` is at the vector
 // that is wanted.

@@ -22,6 +22,7 @@ TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64
 TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                std::int64_t column, std::int64_t count, std::int64_t to_next,
                                std::uint8_t* tile) {
+  if (matrix.format == WeightFormat::b3) return unpack_b3(matrix, begin, column, count, tile);
   for (std::int64_t r = begin; r < end; r += row_lanes) {
     const std::int64_t last = r + row_lanes < end ? r + row_lanes : end;
     unpack_rows(matrix, r, last, column, count, to_next, tile + tile_columns * (r - begin));
@@ -240,6 +241,7 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
     offset = is_int8 ? 128 : 1;
   } else if (by_sums) {
     matmul_sums.sum_strips(matrix, begin, end, x, sums);
+    offset = 0;
   } else if (matrix.in_strips() && !of_i2) {
 #if VECTOR_BYTES == 64
     const GroupSums of(matrix, x, group_sums);
@@ -258,8 +260,6 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
 #undef STRIP_SUMS
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
-  } else if (format == WeightFormat::b3) {
-    row_dots<WeightFormat::b3>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::lookup) {
     lookup_dots(matrix, begin, end, x, dots);
   } else if (is_int8) {

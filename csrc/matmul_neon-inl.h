@@ -14,15 +14,11 @@ INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
   return sums;
 }
 
-// The average rounds down, and floor((v + floor(v / 2)) / 2) is floor(3 v / 4) for odd v too.
-INLINE Bytes three_quarters(const Bytes& v) {
-  return bit_cast<Bytes>(vhaddq_u8(bits(v), vshrq_n_u8(bits(v), 1)));
-}
-
 using LookupTable = uint8x16x4_t;
 INLINE LookupTable lookup_table(const std::uint8_t* entries) { return vld1q_u8_x4(entries); }
 template <int BITS>
 INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
+  if (BITS == 4) return bit_cast<Bytes>(vqtbl1q_u8(table.val[0], bits(codes)));
   if (BITS == 5) return bit_cast<Bytes>(vqtbl2q_u8({{table.val[0], table.val[1]}}, bits(codes & 31)));
   return bit_cast<Bytes>(vqtbl4q_u8(table, bits(codes & 63)));
 }

@@ -50,32 +50,8 @@ INLINE Bytes first_lanes(std::int64_t count) {
   return load_bytes(lane_masks.bytes + VECTOR_BYTES - count);
 }
 
-// floor(3 v / 256) of a fraction v / 256; what is left of it remains.
-INLINE Bytes next_digit(Bytes& fractions) {
-  const Bytes digit = three_quarters(fractions);
-  fractions += fractions + fractions;
-  return shifted_down(digit, 6) & 3;
-}
-
-// The formats whose byte j of a block of 64 bytes holds the weights at j + p * (bytes of the block).
-struct I2Planes {
-  static constexpr int count = 4;
-  static constexpr std::int64_t tail_bytes(std::int64_t weights) {
-    return packed::i2_plane_bytes(weights);
-  }
-  INLINE Bytes next(Bytes& block, int p) { return plane(block, p); }
-};
-
-struct B3Planes {
-  static constexpr int count = 5;
-  static constexpr std::int64_t tail_bytes(std::int64_t weights) {
-    return packed::b3_plane_bytes(weights);
-  }
-  INLINE Bytes next(Bytes& block, int) { return next_digit(block); }
-};
-
-constexpr int block_bytes = 64;
-constexpr int block_vectors = block_bytes / VECTOR_BYTES;
+constexpr int block_bytes = 64, block_vectors = block_bytes / VECTOR_BYTES;
+constexpr int i2_planes = 4;  // byte j of a block holds the weights at j + p * (bytes of the block)
 
 // Rows of R that are multiplied at once. Halves of a line that are loaded far apart cost a sixth of the reading.
 template <int R>
@@ -98,12 +74,11 @@ INLINE void widen_all(Accumulators<R, T>& a) {
   }
 }
 
-// The first `blocks` blocks of R rows, which are whole.
-template <class Planes, int R, int T>
+// The first `blocks` blocks of R rows of i2, which are whole.
+template <int R, int T>
 INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
                        std::int64_t blocks, Accumulators<R, T>& a) {
-  constexpr int block_weights = Planes::count * block_bytes;
-  constexpr std::int64_t chunk_blocks = small_dots / (Planes::count * block_vectors);
+  constexpr std::int64_t chunk_blocks = small_dots / (i2_planes * block_vectors);
   for (std::int64_t b = 0; b < blocks;) {
     const std::int64_t end = blocks - b < chunk_blocks ? blocks : b + chunk_blocks;
     for (; b < end; ++b) {
@@ -114,10 +89,10 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
               row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           block[r] = load_bytes(bytes);
         }
-        UNROLL for (int p = 0; p < Planes::count; ++p) {
-          const std::int64_t column = b * block_weights + p * block_bytes + v * VECTOR_BYTES;
+        UNROLL for (int p = 0; p < i2_planes; ++p) {
+          const std::int64_t column = b * packed::i2_block_weights + p * block_bytes + v * VECTOR_BYTES;
           Bytes codes[R];
-          UNROLL for (int r = 0; r < R; ++r) codes[r] = Planes::next(block[r], p);
+          UNROLL for (int r = 0; r < R; ++r) codes[r] = plane(block[r], p);
           UNROLL for (int t = 0; t < T; ++t) {
             const Bytes xs = load_bytes(x[t] + column);
             UNROLL for (int r = 0; r < R; ++r) {
@@ -129,41 +104,6 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
       }
     }
     widen_all(a);
-  }
-}
-
-// b3 without its digits, for one token. With fractions v / 256 whose next digit is d, 3 v = 256 d + v',
-// v' being the fraction left: the bytes themselves, times x, give 256 times the sum of d x. Each lane
-// gains at most 3 * 4 * 255 * 127 a plane, so that `chunk` blocks fit into it.
-template <int R>
-INLINE void dot_fractions(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* x,
-                          std::int64_t blocks, Accumulators<R, 1>& a) {
-  constexpr std::int64_t chunk = 1024 / block_vectors;
-  constexpr int block_weights = B3Planes::count * block_bytes;
-  static_assert(chunk * B3Planes::count * block_vectors * (3 * 4 * 255 * 127LL) < 1LL << 31);
-  for (std::int64_t b = 0; b < blocks;) {
-    const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
-    Sums before[R] = {}, after[R] = {};
-    for (; b < end; ++b) {
-      UNROLL for (int v = 0; v < block_vectors; ++v) {
-        Bytes fractions[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-          const std::uint8_t* bytes =
-              row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
-          fractions[r] = load_bytes(bytes);
-        }
-        UNROLL for (int p = 0; p < B3Planes::count; ++p) {
-          const Bytes xs = load_bytes(x + b * block_weights + p * block_bytes + v * VECTOR_BYTES);
-          UNROLL for (int r = 0; r < R; ++r) {
-            if (v == 0 && p == 1) prefetch_with(fractions[r], row + (b * R + r) * block_bytes);
-            before[r] = dot_codes(before[r], fractions[r], xs);
-            fractions[r] += fractions[r] + fractions[r];
-            after[r] = dot_codes(after[r], fractions[r], xs);
-          }
-        }
-      }
-    }
-    UNROLL for (int r = 0; r < R; ++r) a.sums[0][r] += (3 * before[r] - after[r]) >> 8;
   }
 }
 
@@ -210,21 +150,19 @@ INLINE void dot_shifted(const Matrix& matrix, const std::uint8_t* row, const std
   }
 }
 
-template <class Planes, int R, int T>
-INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
-                       Accumulators<R, T>& a) {
-  constexpr int block_weights = Planes::count * block_bytes;
+template <int R, int T>
+INLINE void dot_i2_rows(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
+                        Accumulators<R, T>& a) {
+  constexpr int block_weights = packed::i2_block_weights;
   const std::int64_t blocks = matrix.columns / block_weights;
-  if constexpr (Planes::count == B3Planes::count && T == 1 && takes_any_bytes) {
-    dot_fractions<R>(matrix, row, x[0], blocks, a);
-  } else if constexpr (Planes::count == I2Planes::count && T == 1) {
+  if constexpr (T == 1) {
     dot_shifted<R>(matrix, row, x[0], blocks, a);
   } else {
-    dot_blocks<Planes, R, T>(matrix, row, x, blocks, a);
+    dot_blocks<R, T>(matrix, row, x, blocks, a);
   }
   const std::int64_t left = matrix.columns - blocks * block_weights;
   if (left == 0) return;
-  const std::int64_t step = Planes::tail_bytes(left);
+  const std::int64_t step = packed::i2_plane_bytes(left);
   for (std::int64_t v = 0; v * VECTOR_BYTES < step; ++v) {
     Bytes block[R];
     UNROLL for (int r = 0; r < R; ++r) {
@@ -232,13 +170,13 @@ INLINE void dot_planes(const Matrix& matrix, const std::uint8_t* row, const std:
           load_bytes(row + r * matrix.row_stride + blocks * block_bytes + v * VECTOR_BYTES);
       if (v == 0) prefetch(row + (blocks * R + r) * block_bytes);
     }
-    for (int p = 0; p < Planes::count; ++p) {
+    for (int p = 0; p < i2_planes; ++p) {
       // Bytes behind the block are no weights, and the last weights of the block may be padding.
       const std::int64_t of_plane = left - p * step < step ? left - p * step : step;
       const Bytes valid = first_lanes(of_plane - v * VECTOR_BYTES);
       const std::int64_t column = blocks * block_weights + p * step + v * VECTOR_BYTES;
       UNROLL for (int r = 0; r < R; ++r) {
-        const Bytes codes = Planes::next(block[r], p) & valid;
+        const Bytes codes = plane(block[r], p) & valid;
         UNROLL for (int t = 0; t < T; ++t) {
           a.small[t][r] = dot_codes(a.small[t][r], codes, load_bytes(x[t] + column));
         }
@@ -284,9 +222,7 @@ TARGET __attribute__((noinline)) static void dot_rows(const Matrix& matrix, cons
                                                       std::int32_t* dots, std::int64_t row_step) {
   Accumulators<R, T> a = {};
   if constexpr (FORMAT == WeightFormat::i2) {
-    dot_planes<I2Planes, R, T>(matrix, row, x, a);
-  } else if constexpr (FORMAT == WeightFormat::b3) {
-    dot_planes<B3Planes, R, T>(matrix, row, x, a);
+    dot_i2_rows<R, T>(matrix, row, x, a);
   } else {
     dot_int8_rows<R, T>(matrix, row, x, a);
   }

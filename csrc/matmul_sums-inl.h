@@ -1,26 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of b3 with group scales (b3_strips.h) and few tokens, without a multiplication: an index looks up the sum that
+// Products of b3 (b3_strips.h) and few tokens, without a multiplication: an index looks up the sum that
 // its weights make of their three activations, in tables of a token. A sum is two digits of at most 14, low + 27 high:
 // those of eight codes fit 8 bits. For all instruction sets of x86. Included by matmul-inl.h with HAS_SUMS.
 
 using Shorts = Vector<std::int16_t>;
 using Entries = Vector<std::int16_t, 32>;
-constexpr int strip_vectors = b3_strips::rows / VECTOR_BYTES, code_tables = int(sum_table_bytes);
+constexpr int strip_vectors = b3_strips::rows / VECTOR_BYTES;
 
-// [codes of a group, code_tables]: for every index the low digits of its sums, then the high ones.
-TARGET static void sum_tables(const std::int8_t* codes, std::int64_t group, std::uint8_t* tables) {
-  Entries weights[3];
-  for (int p = 0; p < 3; ++p) {
+// Of the codes of a segment: for every index the low digits of its sums, then the high ones.
+template <int CODES>
+INLINE void segment_tables(const std::int8_t* codes, std::uint8_t* tables) {
+  constexpr int columns = CODES == 3 ? 8 : CODES == 6 ? 16 : 24;
+  Entries weights[3], sums[CODES] = {};
+  UNROLL for (int p = 0; p < 3; ++p) {
     const auto digits = load<Vector<std::uint8_t, 16>>(lookup::layout_of({1, 1}).digits[p] + 13);  // from code 0 on
     weights[p] = __builtin_convertvector(digits, Entries) - 1;
   }
-  for (std::int64_t c = 0; c < group; c += 3, tables += code_tables) {
-    Entries sums = weights[0] * std::int16_t(codes[c]);
-    if (c + 1 < group) sums += weights[1] * std::int16_t(codes[c + 1]);
-    if (c + 2 < group) sums += weights[2] * std::int16_t(codes[c + 2]);
-    const Entries high = (sums * 38 + 512) >> 10, low = sums - high * 27;
+  UNROLL for (int c = 0; c < columns; ++c) {
+    const b3_strips::Place place = b3_strips::place_of(CODES, c);
+    sums[place.code] += weights[place.digit] * std::int16_t(codes[c]);
+  }
+  UNROLL for (int i = 0; i < CODES; ++i) {
+    const Entries high = (sums[i] * 38 + 512) >> 10, low = sums[i] - high * 27;
     const __m256i digits = _mm256_packs_epi16(bit_cast<__m256i>(low), bit_cast<__m256i>(high));
-    store(tables, _mm256_permute4x64_epi64(digits, 0xd8));
+    store(tables + i * sum_table_bytes, _mm256_permute4x64_epi64(digits, 0xd8));
+  }
+}
+
+TARGET static void sum_tables(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables) {
+  for (std::int64_t s = part / b3_strips::segment_columns; s > 0; --s) {
+    segment_tables<8>(codes, tables);
+    codes += b3_strips::segment_columns, tables += 8 * sum_table_bytes;
+  }
+  if (const std::int64_t left = part % b3_strips::segment_columns) {
+    left == 8 ? segment_tables<3>(codes, tables) : segment_tables<6>(codes, tables);
   }
 }
 
@@ -40,7 +53,7 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
     if (line >= 0) prefetch_with(sign[0], at + line * block_bytes);
     if (code >= CODES && CODES == 3) continue;
     if (code < CODES) {
-      const std::uint8_t* table = tables + code * code_tables;
+      const std::uint8_t* table = tables + code * sum_table_bytes;
       const __m256i of_low = _mm256_broadcastsi128_si256(load<__m128i>(table));
       const __m256i of_high = _mm256_broadcastsi128_si256(load<__m128i>(table + 16));
       UNROLL for (int v = 0; v < strip_vectors; ++v) {
@@ -63,47 +76,79 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
     }
   }
   at += bytes * b3_strips::rows;
-  tables += CODES * code_tables;
+  tables += CODES * sum_table_bytes;
 }
+
+// The dot products of the rows of a strip in 16 bits, as add_segment leaves them.
+struct StripDots {
+  std::int16_t eights[b3_strips::rows];  // each 128 bits are eight rows: of a vector the even eights, then the odd ones
+
+  TARGET __attribute__((always_inline)) explicit StripDots(const Shorts* dots) {
+    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
+  }
+  // Of the eight rows from i on.
+  TARGET __attribute__((always_inline)) RowSums at(int i) const {
+    const int eight = i / VECTOR_BYTES * (2 * quads) + i % VECTOR_BYTES / 16 + i / 8 % 2 * quads;
+    return bit_cast<RowSums>(_mm256_cvtepi16_epi32(load<__m128i>(eights + 8 * eight)));
+  }
+};
 
 // sums of the rows of a strip, whose scales are there for all of them, and of a token.
 template <ScaleType SCALE>
-TARGET static void sum_strip(const Matrix& of_all, std::int64_t row, const Activations& x, std::int64_t token,
-                             float* sums) {
+TARGET static void sum_strip(const Matrix& of_all, const std::uint8_t* at, const std::uint8_t* tables, std::int64_t row,
+                             const float* activation_scales, float* sums) {
   Matrix matrix = of_all;  // which no store can change
   matrix.scale_type = SCALE;
   constexpr int scale_bytes = SCALE == ScaleType::float32 ? 4 : 2;
-  const std::uint8_t* at = matrix.data + row * matrix.row_stride;
   const std::int64_t groups = matrix.columns / matrix.group, segments = matrix.group / b3_strips::segment_columns;
-  const std::uint8_t* tables = x.sum_tables + token * groups * ((matrix.group + 2) / 3) * code_tables;
-  const float* activation_scales = x.group ? x.scales + token * groups : nullptr;
   std::int64_t scale = scale_index(matrix, row);
-  for (int i = 0; i < b3_strips::rows; i += 8) store(sums + i, RowFloats{});
   for (std::int64_t g = 0; g < groups; ++g, scale += b3_strips::rows) {
     const char* ahead = static_cast<const char*>(matrix.group_scales) + (scale + 8 * b3_strips::rows) * scale_bytes;
     for (int i = 0; i < b3_strips::rows * scale_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
     Shorts dots[2 * strip_vectors] = {};
     NO_UNROLL for (std::int64_t s = 0; s < segments; ++s) add_segment<8>(at, tables, dots);
     matrix.group == 128 ? add_segment<3>(at, tables, dots) : add_segment<6>(at, tables, dots);
-    // Each 128 bits are eight rows: of a vector the even eights, then the odd ones.
-    std::int16_t eights[b3_strips::rows];
-    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
+    const StripDots of_rows(dots);
     const float activation_scale = activation_scales ? activation_scales[g] : 1.0f;
     UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
-      const int eight = i / VECTOR_BYTES * (2 * quads) + i % VECTOR_BYTES / 16 + i / 8 % 2 * quads;
-      const __m256i words = _mm256_cvtepi16_epi32(load<__m128i>(eights + 8 * eight));
-      const RowFloats value = bit_cast<RowFloats>(_mm256_cvtepi32_ps(words)) * scales_at<RowFloats>(matrix, scale + i);
-      store(sums + i, load<RowFloats>(sums + i) + value * activation_scale);
+      const RowFloats value = __builtin_convertvector(of_rows.at(i), RowFloats) * scales_at<RowFloats>(matrix, scale + i);
+      store(sums + i, (g == 0 ? RowFloats{} : load<RowFloats>(sums + i)) + value * activation_scale);
+    }
+  }
+}
+
+// The same without group scales: integers.
+TARGET static void sum_whole_rows(const Matrix& matrix, const std::uint8_t* at, const std::uint8_t* tables, std::int32_t* dots) {
+  constexpr std::int64_t most = 10;  // segments, whose sums 16 bits hold
+  const std::int64_t segments = packed::divide_up(matrix.columns, b3_strips::segment_columns);
+  for (std::int64_t s = 0; s < segments; s += most) {
+    Shorts of_some[2 * strip_vectors] = {};
+    NO_UNROLL for (std::int64_t left = segments - s < most ? segments - s : most; left > 0; --left) {
+      add_segment<8>(at, tables, of_some);
+    }
+    const StripDots of_rows(of_some);
+    UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
+      store(dots + i, (s == 0 ? RowSums{} : load<RowSums>(dots + i)) + of_rows.at(i));
     }
   }
 }
 
 TARGET static void sum_strips(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               float* sums) {
+  const std::int64_t part = b3_strips::part_columns(matrix.group), parts = packed::divide_up(matrix.columns, part);
   const auto sum = matrix.scale_type == ScaleType::float16    ? sum_strip<ScaleType::float16>
                    : matrix.scale_type == ScaleType::bfloat16 ? sum_strip<ScaleType::bfloat16>
                                                               : sum_strip<ScaleType::float32>;
   for (std::int64_t r = begin; r < end; r += b3_strips::rows) {
-    for (std::int64_t t = 0; t < x.tokens; ++t) sum(matrix, r, x, t, sums + t * max_rows_a_call + (r - begin));
+    const std::uint8_t* at = matrix.data + r * matrix.row_stride;
+    for (std::int64_t t = 0; t < x.tokens; ++t) {
+      const std::uint8_t* tables = x.sum_tables + t * parts * b3_strips::part_codes(part) * sum_table_bytes;
+      float* to = sums + t * max_rows_a_call + (r - begin);
+      if (matrix.group) {
+        sum(matrix, at, tables, r, x.group ? x.scales + t * parts : nullptr, to);
+      } else {
+        sum_whole_rows(matrix, at, tables, reinterpret_cast<std::int32_t*>(to));
+      }
+    }
   }
 }

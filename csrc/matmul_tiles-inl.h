@@ -36,14 +36,15 @@ INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::i
   return rows;
 }
 
-// Four columns of row_lanes rows, of which the first lies at `tile`.
-INLINE void store_word(std::uint8_t* tile, std::int64_t column, const Bytes& weights) {
+// Four columns of the rows of a vector, of which the first lies at `tile`.
+template <class V>
+INLINE void store_word(std::uint8_t* tile, std::int64_t column, const V& weights) {
   std::uint8_t* to = tile + column / tile_columns * tile_columns * tile_rows;
   if constexpr (tile_columns == 4) {
     store(to, weights);
   } else {
-    const Sums words = bit_cast<Sums>(weights);
-    UNROLL for (int i = 0; i < row_lanes; ++i) {
+    const auto words = bit_cast<Vector<std::int32_t, sizeof(V)>>(weights);
+    UNROLL for (int i = 0; i < int(sizeof(V) / 4); ++i) {
       const std::int32_t word = words[i];
       __builtin_memcpy(to + i * tile_columns + column % tile_columns, &word, 4);
     }
@@ -59,63 +60,21 @@ INLINE void load_square(const RowPointers& rows, std::int64_t offset, Bytes* squ
   transpose_words(square);
 }
 
-// Columns [begin, begin + count) of one row of i2 and b3 in their order; may write 64 bytes more. The planes of
-// the last block need not be whole words apart: each overwrites what the one before wrote behind its end.
-template <class Planes>
-INLINE void unpack_planes_row(const std::uint8_t* row, std::int64_t columns, std::int64_t begin,
-                              std::int64_t count, std::uint8_t* out) {
-  constexpr int block_weights = Planes::count * block_bytes;
-  const std::uint8_t* bytes = row + begin / block_weights * block_bytes;
-  for (; count >= block_weights; count -= block_weights, begin += block_weights, bytes += block_bytes) {
-    for (int v = 0; v < block_vectors; ++v) {
-      Bytes block = load_bytes(bytes + v * VECTOR_BYTES);
-      UNROLL for (int p = 0; p < Planes::count; ++p) {
-        store(out + p * block_bytes + v * VECTOR_BYTES, Planes::next(block, p));
-      }
-    }
-    out += block_weights;
-  }
-  if (count == 0) return;
-  const std::int64_t step = Planes::tail_bytes(columns - begin);
-  Bytes block[block_vectors];
-  for (int v = 0; v < block_vectors; ++v) block[v] = load_bytes(bytes + v * VECTOR_BYTES);
-  for (int p = 0; p < Planes::count; ++p) {
-    for (int v = 0; v < block_vectors; ++v) {
-      const Bytes codes = Planes::next(block[v], p);
-      if (v * VECTOR_BYTES < step) store(out + p * step + v * VECTOR_BYTES, codes);
-    }
-  }
-}
-
-// Columns [begin, begin + count) of i2 and b3. Whole blocks are transposed while they are packed: one
-// word then holds four columns of each plane.
-template <class Planes>
-INLINE void unpack_planes(const RowPointers& rows, std::int64_t columns, std::int64_t begin,
-                          std::int64_t count, std::uint8_t* tile) {
-  constexpr int block_weights = Planes::count * block_bytes;
-  std::int64_t c = 0;
-  for (; c + block_weights <= count; c += block_weights) {
-    for (int v = 0; v < block_vectors; ++v) {
+// Columns [begin, begin + count) of i2. Blocks are transposed while they are packed: one word then holds four columns
+// of each plane.
+INLINE void unpack_i2(const RowPointers& rows, std::int64_t columns, std::int64_t begin, std::int64_t count,
+                      std::uint8_t* tile) {
+  for (std::int64_t c = 0; c < count; c += packed::i2_block_weights) {
+    const std::int64_t left = columns - begin - c;
+    const std::int64_t step = left < packed::i2_block_weights ? packed::i2_plane_bytes(left) : block_bytes;
+    for (std::int64_t v = 0; v < step; v += VECTOR_BYTES) {
       Bytes square[row_lanes];
-      load_square(rows, (begin + c) / block_weights * block_bytes + v * VECTOR_BYTES, square);
+      load_square(rows, (begin + c) / i2_planes + v, square);
       UNROLL for (int i = 0; i < row_lanes; ++i) {
-        UNROLL for (int p = 0; p < Planes::count; ++p) {
-          store_word(tile, c + p * block_bytes + v * VECTOR_BYTES + 4 * i,
-                     Planes::next(square[i], p));
-        }
+        if (v + 4 * i >= step) break;
+        UNROLL for (int p = 0; p < i2_planes; ++p) store_word(tile, c + p * step + v + 4 * i, plane(square[i], p));
       }
     }
-  }
-  if (c == count) return;
-  std::uint8_t unpacked[row_lanes][block_weights + 2 * VECTOR_BYTES];
-  for (int i = 0; i < row_lanes; ++i) {
-    unpack_planes_row<Planes>(rows.at[i], columns, begin + c, count - c, unpacked[i]);
-  }
-  for (std::int64_t from = 0; from < count - c; from += VECTOR_BYTES) {
-    Bytes square[row_lanes];
-    for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(unpacked[i] + from);
-    transpose_words(square);
-    for (int i = 0; i < row_lanes; ++i) store_word(tile, c + from + 4 * i, square[i]);
   }
 }
 
@@ -126,7 +85,7 @@ INLINE void unpack_strip(const Matrix& matrix, std::int64_t row, std::int64_t be
                               row % strip_rows * 4 + begin / strip_columns * 64;
   for (std::int64_t c = 0; c < count; c += strip_columns, words += 64) {
     const Bytes block = load_bytes(words);
-    UNROLL for (int p = 0; p < I2Planes::count; ++p) store_word(tile, c + 4 * p, plane(block, p));
+    UNROLL for (int p = 0; p < i2_planes; ++p) store_word(tile, c + 4 * p, plane(block, p));
   }
 }
 
@@ -154,34 +113,61 @@ INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int
   }
 }
 
-// b3 in strips. Four codes of a row, in the bytes of a word, become twelve weights, in fields of two bits.
-INLINE void unpack_b3_strip(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                            std::uint8_t* tile) {
-  const LookupTable weights = lookup_table(lookup::layout_of({1, 1}).all);
-  const std::int64_t group = matrix.group, in_strip = row % b3_strips::rows;
-  const std::uint8_t* at = matrix.data + (row - in_strip) * matrix.row_stride + in_strip +
-                           begin / group * b3_strips::group_bytes(group) * b3_strips::rows;
-  const auto of_rows = [&](int byte) TARGET {
-    return __builtin_convertvector((load<Vector<std::uint8_t, row_lanes>>(at + byte * b3_strips::rows)), Words);
-  };
-  for (std::int64_t c = 0, left = group; c < count; left = left > 0 ? left : group) {
-    const int codes = left >= b3_strips::segment_columns ? 8 : int(left + 2) / 3, bytes = b3_strips::segment_bytes(codes);
-    const Words signs = of_rows(bytes - 1) * 0x01010101u;
-    for (int first = 0; first < codes; first += 4) {
-      const Words pairs = of_rows(first / 2) | of_rows(first / 2 + 1) << 16;
-      const Bytes index = bit_cast<Bytes>((pairs & 0x000f000f) | (pairs << 4 & 0x0f000f00));
-      const std::uint32_t places = codes == 3 ? 0x00408020 : 0x20021001u << first / 2;  // the codes' bits of signs
-      const Bytes negative = bit_cast<Bytes>(bit_cast<Bytes>(signs & places) != 0);
-      const Words w = bit_cast<Words>(look_up<5>(weights, ((index ^ negative) - negative) + 13));
-      const Words words[] = {(w & 3) | (w << 6 & 3 << 8) | (w << 12 & 3 << 16) | (w << 16 & 3 << 24),
-                             (w >> 10 & 3) | (w >> 4 & 3 << 8) | (w & 3 << 16) | (w << 6 & 3 << 24),
-                             (w >> 20 & 3) | (w >> 16 & 3 << 8) | (w >> 10 & 3 << 16) | (w >> 4 & 3 << 24)};
-      UNROLL for (int j = 0; j < 3; ++j, c += 4, left -= 4) {
-        if (left == 0) break;
-        store_word(tile, c, bit_cast<Bytes>(words[j]));
-      }
+// A segment of b3 of a tile's rows. 128 bits hold a code of sixteen rows: in a vector lie those of the first four codes,
+// then those of the last four, and so on. Side by side, four codes of a row are words of four columns.
+template <int CODES>
+INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
+  constexpr int strip = b3_strips::rows, last = b3_strips::segment_bytes(CODES) - 1, in_half = CODES == 3 ? 0 : 2;
+  const LookupTable fields = lookup_table(b3_strips::tables.fields);
+  const auto bits = load<Vector<std::uint16_t>>(b3_strips::tables.bits);
+  for (int half = 0; half < (quads == 1 && CODES > 3 ? 2 : 1); ++half) {
+    const Bytes pairs[] = {load_halves(at + half * in_half * strip, at + in_half * strip),
+                           load_halves(at + (1 + half * in_half) * strip, at + (1 + in_half) * strip)};
+    const Bytes signs = load_halves(at + last * strip, at + last * strip);
+    Bytes codes[4], words[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const Bytes index = i % 2 ? high_nibbles(pairs[i / 2]) : low_nibbles(pairs[i / 2]);
+      const Bytes bit = bit_cast<Bytes>(bits << (b3_strips::sign_bit(CODES, i) + 2 * half));
+      const Bytes is_negative = bit_cast<Bytes>((signs & bit) != 0);
+      codes[i] = (look_up<4>(fields, index) ^ is_negative) - is_negative + 21;
     }
-    at += bytes * b3_strips::rows;
+    UNROLL for (int i = 0; i < 4; i += 2) interleave_halves<std::uint8_t>(codes[i], codes[i + 1], words[i], words[i + 1]);
+    interleave_halves<std::uint16_t>(words[0], words[2], codes[0], codes[1]);
+    interleave_halves<std::uint16_t>(words[1], words[3], codes[2], codes[3]);
+    // Of rows 4 i and so on: words that are columns c of the first four codes, or also of the last four.
+    const auto put = [&](int i, int c, bool is_first, bool is_last, const Words& four) TARGET {
+      UNROLL for (int q = 0; q < quads; ++q) {
+        const bool of_last = (quads == 1 ? half : q % 2) == 1;
+        if (of_last ? !is_last : !is_first) continue;
+        Vector<std::uint8_t, 16> quad;
+        __builtin_memcpy(&quad, reinterpret_cast<const char*>(&four) + 16 * q, 16);
+        store_word(tile + tile_columns * (q / 2 * 16 + 4 * i), c + (of_last && is_first ? 12 : 0), quad);
+      }
+    };
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const Words w = bit_cast<Words>(codes[i]);
+      if (CODES == 3) {
+        put(i, 0, true, false, (w & 0x00030303) | (w << 20 & 0x03000000));
+        put(i, 4, true, false, (w >> 2 & 0x00030303) | (w << 12 & 0x03000000));
+        continue;
+      }
+      UNROLL for (int p = 0; p < 3; ++p) put(i, 4 * p, true, CODES == 8, w >> 2 * p & 0x03030303);
+      if (CODES == 6) put(i, 12, false, true, (w & 0x0303) | (w << 14 & 0x03030000));
+    }
+  }
+}
+
+// Columns [begin, begin + count) of b3 of a tile's rows from `row` on; `begin` is the first of a part (b3_strips.h).
+TARGET static void unpack_b3(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
+                             std::uint8_t* tile) {
+  const std::int64_t part = b3_strips::part_columns(matrix.group), in_strip = row % b3_strips::rows;
+  const std::uint8_t* at = matrix.data + (row - in_strip) * matrix.row_stride + in_strip +
+                           begin / part * b3_strips::part_bytes(part) * b3_strips::rows;
+  for (std::int64_t c = 0, left = part; c < count; left = left > 0 ? left : part) {
+    const std::int64_t columns = left < b3_strips::segment_columns ? left : b3_strips::segment_columns;
+    (columns == 24 ? unpack_b3_segment<8> : columns == 16 ? unpack_b3_segment<6> : unpack_b3_segment<3>)(at, tile + c * tile_rows);
+    at += b3_strips::segment_bytes(b3_strips::codes_of(columns)) * b3_strips::rows;
+    c += columns, left -= columns;
   }
 }
 
@@ -250,7 +236,6 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   if (matrix.in_strips() && matrix.format == WeightFormat::lookup) {
     return unpack_lookup_strip(matrix, begin, column, count, tile);
   }
-  if (matrix.in_strips() && matrix.format == WeightFormat::b3) return unpack_b3_strip(matrix, begin, column, count, tile);
   if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
@@ -264,10 +249,9 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
       }
       return;
     case WeightFormat::i2:
-      unpack_planes<I2Planes>(rows, matrix.columns, column, count, tile);
+      unpack_i2(rows, matrix.columns, column, count, tile);
       return;
-    case WeightFormat::b3:
-      unpack_planes<B3Planes>(rows, matrix.columns, column, count, tile);
+    case WeightFormat::b3:  // see unpack_b3
       return;
     case WeightFormat::int8:
       unpack_int8(rows, column, count, tile);

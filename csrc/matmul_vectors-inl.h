@@ -57,6 +57,20 @@ INLINE void interleave_halves(const Bytes& a, const Bytes& b, Bytes& low, Bytes&
 constexpr int row_lanes = VECTOR_BYTES / 4;
 constexpr int quads = VECTOR_BYTES / 16;  // of 128 bits
 
+// 128 bits from a, then from b, then those behind in turn. A vector of 128 bits holds those of a.
+INLINE Bytes load_halves(const std::uint8_t* a, const std::uint8_t* b) {
+#if VECTOR_BYTES == 16
+  return load_bytes(a);
+#elif VECTOR_BYTES == 32
+  return bit_cast<Bytes>(_mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(b), reinterpret_cast<const __m128i*>(a)));
+#else
+  const auto pair = [](const std::uint8_t* x, const std::uint8_t* y) TARGET {
+    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(y), reinterpret_cast<const __m128i*>(x));
+  };
+  return bit_cast<Bytes>(_mm512_inserti64x4(_mm512_castsi256_si512(pair(a, b)), pair(a + 16, b + 16), 1));
+#endif
+}
+
 // A square of 32-bit words, one row a vector.
 INLINE void transpose_words(Bytes* square) {
   Bytes a[row_lanes];

@@ -112,15 +112,6 @@ struct B3 {
       }
     }
   }
-  static void join(const std::uint8_t* digits, std::int64_t plane, std::uint8_t* block) {
-    for (std::int64_t j = 0; j < plane; ++j) {
-      const std::uint16_t value =
-          std::uint16_t(81 * digits[j] + 27 * digits[plane + j] + 9 * digits[2 * plane + j] +
-                        3 * digits[3 * plane + j] + digits[4 * plane + j]);
-      // ceil(256 v / 243), without leaving 16 bits.
-      block[j] = std::uint8_t(value + std::uint16_t(13 * value + 242) / 243);
-    }
-  }
   static bool is_valid(const std::uint8_t* bytes, std::int64_t count) {
     std::uint8_t valid = 1;
     for (std::int64_t i = 0; i < count; ++i) valid &= tables.is_b3[bytes[i]];
@@ -152,15 +143,6 @@ const char* decode_blocks(const std::uint8_t* row, std::int64_t columns, std::ui
   return are_zero_codes(last, tail, Format::planes * plane) ? nullptr : bad_padding;
 }
 
-template <class Format>
-void encode_blocks(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  constexpr int weights = Format::planes * Format::block_bytes;
-  for (; columns >= weights; columns -= weights, digits += weights, row += Format::block_bytes) {
-    Format::join(digits, Format::block_bytes, row);
-  }
-  Format::join(digits, Format::plane_bytes(columns), row);
-}
-
 }  // namespace
 
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
@@ -172,11 +154,9 @@ const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_
 }
 
 void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  encode_blocks<I2>(digits, columns, row);
-}
-
-void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row) {
-  encode_blocks<B3>(digits, columns, row);
+  constexpr int weights = packed::i2_block_weights, bytes = packed::i2_block_bytes;
+  for (; columns >= weights; columns -= weights, digits += weights, row += bytes) I2::join(digits, bytes, row);
+  I2::join(digits, packed::i2_plane_bytes(columns), row);
 }
 
 GroupLimit::GroupLimit(Pattern pattern) : pattern_(packed::coded(pattern)), overfull_() {

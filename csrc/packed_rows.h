@@ -15,13 +15,12 @@ constexpr std::int64_t digits_size(std::int64_t columns) {
   return columns + packed::b3_block_weights + packed::i2_block_weights;
 }
 
-// The decoders fill `digits` [columns] and its padding, and say why a row is damaged or return null. i2 and
-// b3 without digits are only checked; nobody looks at groups.
+// The decoders fill `digits` [columns] and its padding, and say why a row is damaged or return null. i2
+// without digits is only checked; nobody looks at groups.
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits);
 
 void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
-void encode_b3(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
 
 // Whether groups of m have at most n non-zeros.
 class GroupLimit {

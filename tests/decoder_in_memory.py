@@ -141,10 +141,10 @@ class DecoderInMemory:
         norm = getattr(module, name, None)
         return 0 if norm is None else self.floats(norm.weight + float(self.is_gemma))
 
-    def rows(self, rows: np.ndarray) -> tuple[int, int]:
+    def rows(self, rows: np.ndarray, alignment: int = 64) -> tuple[int, int]:
         """64-byte aligned copy of uint8 [rows, bytes], padding poisoned: (row_stride, address)."""
         count, width = rows.shape
-        stride = -(-width // 64) * 64
+        stride = -(-width // alignment) * alignment
         memory = np.full(-(-count // 16) * 16 * stride + 128, 0xA5, np.uint8)
         start = -memory.ctypes.data % 64
         memory[start : start + count * stride].reshape(count, stride)[:, :width] = rows
@@ -157,17 +157,20 @@ class DecoderInMemory:
             codes, _, scale = select(linear.weight, linear.config)[:3]
         assert codes is not None
         assert scale is not None
-        stride, address = self.rows(pack(codes, format, pattern).numpy())
-        coded = (1, 1) if pattern.is_dense else (pattern.n, pattern.m)
-        n, m = coded
+        n, m = (1, 1) if pattern.is_dense else (pattern.n, pattern.m)
         rows, columns = codes.shape
+        if format == "b3":
+            width = _cpu.bytes_per_row(WEIGHT_FORMATS["b3"], n, m, columns)
+            stride, address = self.rows(np.zeros((-(-rows // 64) * 64, width), np.uint8), 1)
+        else:
+            stride, address = self.rows(pack(codes, format, pattern).numpy())
         given = {"format": WEIGHT_FORMATS[format], "n": n, "m": m, "rows": rows, "columns": columns}
         given |= {"row_stride": stride, "address": address, "scale": float(scale)}
         if self.group:  # the same scale for every group
             scales = np.full((-(-rows // 16), columns // self.group, 16), float(scale), np.float32)
             given |= {"scales": self.address(scales), "group": self.group}
         matrix = _cpu.Matrix(**given | changes)
-        if self.group and format == "i2":
+        if self.group or format == "b3":
             packed = pack(codes.contiguous(), "i2", NMPattern(n, m))
             shape = (n, m, rows, columns, packed.numel())
             stored = _cpu.StoredMatrix(_cpu.StoredFormat.i2, *shape, address=packed.data_ptr())

@@ -104,9 +104,10 @@ struct Weights {
   Weights(Random& random, WeightFormat format, packed::Pattern pattern, std::int64_t rows,
           std::int64_t columns, int value) {
     const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
-    const bool is_lookup = format == WeightFormat::lookup;
-    const std::int64_t stride = is_lookup ? width : packed::divide_up(width, matrix_alignment) * matrix_alignment;
-    memory.assign(packed::divide_up(rows, strip_rows) * strip_rows * stride + matrix_alignment, poison);
+    const bool is_dense = format == WeightFormat::lookup || format == WeightFormat::b3;
+    const std::int64_t stride = is_dense ? width : packed::divide_up(width, matrix_alignment) * matrix_alignment;
+    constexpr std::int64_t strip = b3_strips::rows;
+    memory.assign(packed::divide_up(rows, strip) * strip * stride + matrix_alignment, poison);
     scales.resize(rows * packed::divide_up(columns, int4_group));
     for (float& scale : scales) scale = 0.01f + random.uniform() / 64;
     std::vector<std::uint8_t> digits(packed::divide_up(columns, pattern.m) * pattern.m +
@@ -124,7 +125,7 @@ struct Weights {
       }
       switch (format) {
         case WeightFormat::i2: encode_i2(digits.data(), columns, row); break;
-        case WeightFormat::b3: encode_b3(digits.data(), columns, row); break;
+        case WeightFormat::b3: b3_strips::encode_row(digits.data(), columns, 0, row - r % strip * (stride - 1)); break;
         case WeightFormat::lookup: {
           const int in_strip = int(r % lookup::shape_of(pattern).rows());
           lookup::encode_row(pattern, digits.data(), columns, in_strip, row - in_strip * stride);

@@ -44,7 +44,7 @@ def aligned(count: int, dtype: type, fill: int = POISON) -> np.ndarray:
 
 @dataclass
 class Weights:
-    """A matrix in the engine's layout: rows `stride` bytes apart, 64 readable bytes behind."""
+    """A matrix; `product` lays it out for the engine, rows `stride` bytes apart."""
 
     format: str
     pattern: NMPattern
@@ -53,19 +53,6 @@ class Weights:
     scales: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
     group_scales: torch.Tensor | None = None  # [rows, groups]; [rows, 1]: of rows
     exact: bool = False  # every group has n non-zeros
-
-    def __post_init__(self) -> None:
-        rows, columns = self.codes.shape
-        n, m = self.pattern.n, self.pattern.m
-        width = _cpu.bytes_per_row(FORMATS[self.format], n, m, columns, self.exact)
-        self.stride = width if self.format == "lookup" else -(-width // 64) * 64
-        in_strips = -(-rows // _cpu.STRIP_ROWS) * _cpu.STRIP_ROWS
-        self.data = aligned(in_strips * self.stride + 64, np.uint8)
-        if self.format == "lookup":
-            return
-        packed = self.packed()
-        assert packed.shape == (rows, width)
-        self.data[: rows * self.stride].reshape(rows, self.stride)[:, :width] = packed
 
     def packed(self) -> np.ndarray:
         if self.format == "int8":
@@ -81,7 +68,7 @@ class Weights:
     def product(self, y: np.ndarray, bias: np.ndarray | None):
         rows, columns = self.codes.shape
         address = 0 if bias is None else bias.ctypes.data
-        n, m, data = self.pattern.n, self.pattern.m, self.data.ctypes.data
+        n, m = self.pattern.n, self.pattern.m
         scales, group, scale_type = self.scales.ctypes.data, 0, "float32"
         if self.group_scales is None:
             scales = scales if self.format.startswith("int") else 0
@@ -96,21 +83,25 @@ class Weights:
             self.arranged = strips.transpose(1, 2).contiguous()
             group, scale_type = columns // groups, str(padded.dtype).removeprefix("torch.")
             scales = self.arranged.data_ptr()
-            if self.format == "b3":
-                self.stride = _cpu.bytes_per_row(FORMATS["b3"], n, m, columns, group=group)
-            self.strips = aligned(-(-rows // 64) * 64 * self.stride + 64, np.uint8)
-            data = self.strips.ctypes.data
+        is_tight = self.format in ("lookup", "b3")
+        width = _cpu.bytes_per_row(FORMATS[self.format], n, m, columns, self.exact, group)
+        self.stride = width if is_tight else -(-width // 64) * 64
+        self.data = aligned(-(-rows // 64) * 64 * self.stride + 64, np.uint8)
         matrix = _cpu.Matrix(
             FORMATS[self.format],
-            *(n, m, rows, columns, self.stride, data, self.scale, scales, group),
+            *(n, m, rows, columns, self.stride, self.data.ctypes.data, self.scale, scales, group),
             _cpu.ScaleType[scale_type],
             self.exact,
         )
-        if self.format == "lookup" or group:
+        if is_tight or group:
             packed = codec.pack(self.codes, "i2", NMPattern(n, m))
             stored = (_cpu.StoredFormat.i2, n, m, rows, columns, packed.size)
             source = _cpu.StoredMatrix(*stored, address=packed.ctypes.data)
             assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), source, matrix)[2] is None
+        else:
+            packed = self.packed()
+            assert packed.shape == (rows, width)
+            self.data[: rows * self.stride].reshape(rows, self.stride)[:, :width] = packed
         return _cpu.Product(matrix, address, y.ctypes.data, y.strides[0] // 4)
 
 
@@ -267,14 +258,14 @@ def test_products_of_full_groups_equal_the_reference_bit_for_bit(kernels, text):
         signs = generator.choice(np.array([-1, 1], np.int8), (rows, columns))
         codes = np.where(kept.reshape(rows, columns), signs, np.int8(0))
         weights = Weights(format="lookup", pattern=pattern, codes=codes, exact=True)
-        if pattern.m == 4 and pattern.n < 4:
-            assert weights.stride == -(-columns // 256) * 40  # 1.25 bits a weight
         for tokens in (1, 2, 3, 5, 16, 37):
             pool = pools[(index + tokens) % 2]
             x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=False)
             bias = draw_x(generator, 1, rows)[0] if tokens % 2 else None
             (y,) = run(kernels, pool, x, [weights], [bias])
             assert_same(y, expected(weights, x, bias))
+        if pattern.m == 4 and pattern.n < 4:
+            assert weights.stride == -(-columns // 256) * 40  # 1.25 bits a weight
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])

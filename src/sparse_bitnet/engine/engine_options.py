@@ -30,7 +30,7 @@ class EngineOptions:
     """Number of compute threads. Default: one for each core."""
 
     weight_format: WeightFormat = "auto"
-    """Run-time format of the weights (cpu). i2: 2 bits; b3: 1.6; lookup: 1.25 to 1.67. auto: the fastest
+    """Run-time format of the weights (cpu). i2: 2 bits; b3: 1.67; lookup: 1.25 to 1.67. auto: the fastest
     here, by a short measurement. stored: as in the file; starts sooner, decodes a little slower."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"

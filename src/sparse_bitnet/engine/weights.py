@@ -3,8 +3,7 @@
 format. No torch.
 
 Every byte of the file is read once: its checksum is computed, its encoding checked and its run-time
-format written in the same pass, piece by piece, so that the file takes no memory of its own. Rows whose
-stored and run-time format agree can instead be memory-mapped; they are only checked.
+format written in the same pass, piece by piece. Rows of i2 can instead be memory-mapped.
 """
 
 import ctypes
@@ -49,8 +48,7 @@ LARGE_GROUPS = (64, 128, 256)
 """Numbers of weights per scale that b3 and lookup support, besides a row and more."""
 _DENSE = NMPattern(1, 1)
 _LOOK_UP = ("amx_int8", "avx512vbmi", "i8mm", "neon")
-_SUM_UP = ("avx512vnni", "avx512", "avxvnni", "avx2")
-"""Instruction sets that look up 64 bytes (with group scales the first two), and whose b3 then wins."""
+"""Instruction sets that look up 64 bytes at once; with group scales the first two."""
 _TIE = 1.02
 """Ratio of times within which formats count as equally fast; the one with the fewest bytes is chosen."""
 
@@ -82,6 +80,8 @@ def choose_format(
     if (choice := known.get(key)) in tuple(FORMATS):
         return str(choice)
     seconds = measure_formats(pattern, pool, kernels, exact=exact, group=group)
+    if kernels.isa not in ("avx512", "avx2"):  # elsewhere b3 is half as fast with several tokens
+        seconds.pop("b3", None)
     bound = min(seconds.values()) * _TIE
     close = [name for name, taken in seconds.items() if taken <= bound]
     best = min(close, key=lambda f: (row_bytes(f, pattern, COLUMNS, exact, group), seconds[f]))
@@ -110,8 +110,7 @@ def measure_formats(
         group: number of weights that share a float16 scale; 0: all.
         size: bytes of the weights; by default more than caches hold. Smaller weights are read repeatedly.
     """
-    size = size or _BYTES
-    coded = coded_pattern(pattern)
+    size, coded = size or _BYTES, coded_pattern(pattern)
     memory = _cpu.HugeBuffer(size + 512)
     # Random bytes: kernels are as fast with any values, but not with one page mapped many times.
     # Some are invalid in each format (fields of 3), which kernels do not check.
@@ -127,16 +126,17 @@ def measure_formats(
     products: dict[str, Any] = {}
     weights: dict[str, int] = {}
     outputs: list[np.ndarray] = []
-    isas = {"b3": _SUM_UP, "lookup": _LOOK_UP[:2]} if group else {"lookup": _LOOK_UP}
+    isas = {"b3": ("avx", "amx"), "lookup": _LOOK_UP[:2] if group else _LOOK_UP}
     for name, format in FORMATS.items():
-        if name in isas and (kernels.isa not in isas[name] or group not in (0, *LARGE_GROUPS)):
+        if not kernels.isa.startswith(isas.get(name, "")):
+            continue
+        if name != "i2" and group not in (0, *LARGE_GROUPS):
             continue
         if name == "lookup" and COLUMNS % coded.m:
             continue
         stride = row_stride(name, pattern, COLUMNS, exact, group)
         rows = size // stride // _cpu.B3_STRIP_ROWS * _cpu.B3_STRIP_ROWS
-        y = np.empty(rows, np.float32)
-        outputs.append(y)
+        outputs.append(y := np.empty(rows, np.float32))
         weights[name] = rows * COLUMNS
         scaled: dict[str, Any] = {}
         if group:
@@ -170,9 +170,9 @@ def row_bytes(name: str, pattern: NMPattern, columns: int, exact: bool, group: i
 
 
 def row_stride(name: str, pattern: NMPattern, columns: int, exact: bool, group: int = 0) -> int:
-    """Return the bytes between rows: whole cache lines, except where strips of rows fill lines."""
+    """Return the bytes between rows: whole cache lines of i2, and else those of a row."""
     size = row_bytes(name, pattern, columns, exact, group)
-    return size if name == "lookup" or (name == "b3" and group) else _aligned(size)
+    return _aligned(size) if name == "i2" else size
 
 
 class Weights:
@@ -310,7 +310,7 @@ class Weights:
             scales = self._scales(f"{name}.weight_scale", shape, group, weight_format)
             bytes_of_all += self.kept[-1].nbytes if "scales" in scales else 0
             in_place = None
-            if stored[0] == weight_format and not group:
+            if stored[0] == weight_format == "i2" and not group:
                 in_place = self._in_place(f"{name}.weight_packed", shape[0], stride)
             matrices[name] = _cpu.Matrix(
                 FORMATS[weight_format],
