@@ -62,7 +62,7 @@ Report report(const Loaded& loaded) {
   return {loaded.crc32, loaded.is_readable, damage};
 }
 
-Report repack_matrix(const Kernels&, ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
+Report repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   require(out.format != WeightFormat::int8 && out.format != WeightFormat::int4,
           "the format is not one of ternary weights");
   const bool is_any = out.group != 0 && out.format == WeightFormat::lookup;
@@ -109,14 +109,13 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def("__init__", &make_stored_table, "type"_a, "rows"_a, "columns"_a, "bytes"_a, "address"_a = 0,
            "descriptor"_a = -1, "offset"_a = 0, "scales"_a = 0);
 
-  kernels
-      .def("repack", &repack_matrix, "pool"_a, "stored"_a, "out"_a, unlocked,
-           "Writes the rows of `out`. Returns the CRC-32 of the stored bytes, whether they could be read, "
-           "and why they encode no matrix, or None.")
-      .def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, unlocked,
-           "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
-           "CRC-32 of the stored bytes, whether they could be read, and what is wrong with those that were "
-           "quantised, or None.");
+  module.def("repack", &repack_matrix, "pool"_a, "stored"_a, "out"_a, unlocked,
+             "Writes the rows of `out`. Returns the CRC-32 of the stored bytes, whether they could be read, "
+             "and why they encode no matrix, or None.");
+  kernels.def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, unlocked,
+              "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
+              "CRC-32 of the stored bytes, whether they could be read, and what is wrong with those that were "
+              "quantised, or None.");
 }
 
 }  // namespace sparse_bitnet

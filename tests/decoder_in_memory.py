@@ -174,7 +174,7 @@ class DecoderInMemory:
             packed = pack(codes.contiguous(), "i2", NMPattern(n, m))
             shape = (n, m, rows, columns, packed.numel())
             stored = _cpu.StoredMatrix(_cpu.StoredFormat.i2, *shape, address=packed.data_ptr())
-            _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), stored, matrix)
+            _cpu.repack(_cpu.ThreadPool(1), stored, matrix)
         return matrix
 
     def table(self, weight: Tensor, type: str, **changes: Any) -> _cpu.Table:

@@ -97,7 +97,7 @@ class Weights:
             packed = codec.pack(self.codes, "i2", NMPattern(n, m))
             stored = (_cpu.StoredFormat.i2, n, m, rows, columns, packed.size)
             source = _cpu.StoredMatrix(*stored, address=packed.ctypes.data)
-            assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), source, matrix)[2] is None
+            assert _cpu.repack(_cpu.ThreadPool(1), source, matrix)[2] is None
         else:
             packed = self.packed()
             assert packed.shape == (rows, width)

@@ -75,7 +75,7 @@ def repack(
     shifted = np.full(data.size + 8, POISON, np.uint8)
     shifted[1 : 1 + data.size] = data.view(np.uint8)
     shape = (coded.n, coded.m, rows, columns)
-    crc32, is_readable, damage = _cpu.Kernels.choose().repack(
+    crc32, is_readable, damage = _cpu.repack(
         pool,
         _cpu.StoredMatrix(STORED[stored], *shape, data.size, address=shifted.ctypes.data + 1),
         _cpu.Matrix(RUN_TIME[target], *shape, stride, out.ctypes.data + base),
@@ -131,7 +131,7 @@ def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
     to = _cpu.Matrix(
         RUN_TIME["i2"], *shape, stride, out.ctypes.data + base, 1.0, scales.ctypes.data, 32
     )
-    assert _cpu.Kernels.choose().repack(pool, stored, to) == (
+    assert _cpu.repack(pool, stored, to) == (
         zlib.crc32(data.tobytes()),
         True,
         None,
@@ -184,7 +184,7 @@ def test_lookup_of_full_groups_refuses_others() -> None:
         codes[5, np.flatnonzero(codes[5])[:zeros]] = 0
         data = pack(codes, "i2", pattern)
         stored = _cpu.StoredMatrix(STORED["i2"], 3, 4, 8, 256, data.size, address=data.ctypes.data)
-        assert _cpu.Kernels.choose().repack(_cpu.ThreadPool(1), stored, matrix)[2] == damage
+        assert _cpu.repack(_cpu.ThreadPool(1), stored, matrix)[2] == damage
     with pytest.raises(ValueError, match="exact counts of non-zeros are for lookup"):
         _cpu.Matrix(_cpu.WeightFormat.i2, 3, 4, 8, 256, 64, address, exact=True)
 
@@ -202,7 +202,7 @@ def test_rows_that_share_bytes_do_not_depend_on_threads(text: str) -> None:
         stored = _cpu.StoredMatrix(STORED["i2"], *shape, data.size, address=data.ctypes.data)
         matrix = _cpu.Matrix(_cpu.WeightFormat.lookup, *shape, stride, out.ctypes.data + base)
         pool = _cpu.ThreadPool(threads)
-        assert _cpu.Kernels.choose().repack(pool, stored, matrix)[2] is None
+        assert _cpu.repack(pool, stored, matrix)[2] is None
         assert (out[:base] == POISON).all()
         assert (out[base + 1512 * stride :] == POISON).all()
         results.append(out[base : base + 1504 * stride])
@@ -218,7 +218,7 @@ def test_sizes_are_checked() -> None:
 
     def repack_with(stored_change: dict[str, Any], target_change: dict[str, Any]) -> None:
         source = _cpu.StoredMatrix(**stored | stored_change)
-        _cpu.Kernels.choose().repack(pool, source, _cpu.Matrix(**target | target_change))
+        _cpu.repack(pool, source, _cpu.Matrix(**target | target_change))
 
     repack_with({}, {})
     for change in (
@@ -371,7 +371,7 @@ def test_files_are_read_from_an_offset_and_short_ones_refused(tmp_path: Path) ->
             shape = (6, 8, 400, 800)
             place = {"descriptor": file.fileno(), "offset": offset}
             source = _cpu.StoredMatrix(STORED["nm-enum"], *shape, raw.size, **place)
-            report = _cpu.Kernels.choose().repack(pool, source, _cpu.Matrix(RUN_TIME["i2"], *shape, stride, base))
+            report = _cpu.repack(pool, source, _cpu.Matrix(RUN_TIME["i2"], *shape, stride, base))
             assert report[1] == is_readable
             assert (report[0] == zlib.crc32(raw.tobytes())) == is_readable
         shape, scales = (400, raw.shape[1]), np.ones(400, np.float32)

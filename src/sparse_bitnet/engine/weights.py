@@ -362,7 +362,7 @@ class Weights:
         source = _cpu.StoredMatrix(
             _cpu.StoredFormat[form], coded.n, coded.m, *shape, **self._source(name, in_place)
         )
-        crc32, is_readable, damage = self._kernels.repack(self._pool, source, matrix)
+        crc32, is_readable, damage = _cpu.repack(self._pool, source, matrix)
         why = damage and f"is damaged or not {packed_format}: {damage}"
         self._check(name, crc32, is_readable, why)
 
