@@ -80,10 +80,12 @@ template <int S, int T>
 TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x, const GroupSums& of,
                               std::int64_t token, float* sums) {
   constexpr int of_strip = 64 / VECTOR_BYTES, vectors = S * of_strip;
-  // Sums that would wait for each other, of the planes. Where there are several, those of odd planes count four times,
-  // which spares shifts; in 16 bits, they last for 128 columns.
+  // Sums that do not wait for each other, of the planes. Planes that are masked instead of shifted count 4 or 16 times as
+  // much, in sums of their own, which 16 bits hold for 128 columns. NEON masks three; with 512 bits that reads less.
   constexpr bool is_narrow = small_dots == 64;
-  constexpr int chains = T * vectors > (is_narrow ? 2 : 5) ? 1 : is_narrow || T * vectors > 2 ? 2 : 4;
+  constexpr int most = (is_narrow ? 4 : VECTOR_BYTES == 16 ? 16 : 10) / (T * vectors);
+  constexpr int chains = most >= 4 && !is_narrow ? 4 : most >= 2 ? 2 : 1;
+  constexpr int masked = VECTOR_BYTES == 16 && chains == 4 ? 3 : 2;
   constexpr std::int64_t most_columns = is_narrow ? 128 : 1 << 20;
   const std::int64_t strip_bytes = strip_rows * matrix.row_stride, scale = scale_index(matrix, row);
   const std::int64_t to_next_scale = of.in_row * strip_rows;
@@ -95,7 +97,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   const float* activation_scales = of.activation_scales ? of.activation_scales + token * groups : nullptr;
   TokenWords<T> tokens(x.codes + token * x.stride, x.stride);
   for (std::int64_t g = 0; g < groups; ++g) {
-    Sums dots[T][vectors][2] = {};
+    Sums dots[T][vectors] = {};
     for (std::int64_t left = of.group; left > 0; left -= most_columns) {
       Small small[T][vectors][chains] = {};
       const std::uint8_t* end = words + 4 * (left < most_columns ? left : most_columns);
@@ -107,12 +109,14 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
         UNROLL for (int p = 0; p < i2_planes; ++p) {
           Bytes codes[vectors];
           UNROLL for (int v = 0; v < vectors; ++v) {
-            codes[v] = chains > 1 ? block[v] & splat(std::uint8_t(p % 2 ? 12 : 3)) : plane(block[v], p);
-            if (chains > 1 && p == 1) block[v] = shifted_down(block[v], 4);
+            codes[v] = chains == 1             ? plane(block[v], p)
+                       : masked == 3 && p == 3 ? block[v] >> 6
+                                               : block[v] & splat(std::uint8_t(3 << 2 * (p % masked)));
+            if (chains > 1 && masked == 2 && p == 1) block[v] = shifted_down(block[v], 4);
           }
           if (p % 2 == 0 && p / 2 < S) prefetch_with(codes[0], ahead + p / 2 * 64, words + p / 2 * strip_bytes);
           UNROLL for (int t = 0; t < T; ++t) {
-            const Bytes four = tokens.at(t, 4 * p);
+            const Fours four = tokens.at(t, 0, p);
             UNROLL for (int v = 0; v < vectors; ++v) {
               small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
             }
@@ -121,18 +125,16 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
         ahead += S * 64;
         tokens.advance(strip_columns);
       }
-      UNROLL for (int t = 0; t < T; ++t) {
-        UNROLL for (int v = 0; v < vectors; ++v) {
-          UNROLL for (int k = 0; k < chains; ++k) dots[t][v][k % 2] = widen(dots[t][v][k % 2], small[t][v][k]);
-        }
+      UNROLL for (int i = 0; i < T * vectors * chains; ++i) {
+        const int t = i / chains / vectors, v = i / chains % vectors, k = i % chains;
+        dots[t][v] += widen(Sums{}, small[t][v][k]) >> (chains == 1 ? 0 : 2 * (k % masked));
       }
     }
     UNROLL for (int v = 0; v < vectors; ++v) {
       const std::int64_t index = scale + v / of_strip * to_next_scale + v % of_strip * row_lanes;
       const Floats scales = scales_at<Floats>(matrix, index + g * strip_rows);
       UNROLL for (int t = 0; t < T; ++t) {
-        const Sums sum = dots[t][v][0] + (dots[t][v][1] >> 2);
-        Floats value = __builtin_convertvector(sum - excess[t * excess_stride + g], Floats) * scales;
+        Floats value = __builtin_convertvector(dots[t][v] - excess[t * excess_stride + g], Floats) * scales;
         if (activation_scales) value *= activation_scales[t * groups + g];
         float* to = sums + t * max_rows_a_call + v * row_lanes;
         store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);

@@ -14,6 +14,17 @@ INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
   return sums;
 }
 
+// `number` is a constant where this is inlined.
+INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Fours& x) {
+  switch (x.number) {
+    case 0: __asm__("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums) : "w"(codes), "w"(x.sixteen)); break;
+    case 1: __asm__("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sums) : "w"(codes), "w"(x.sixteen)); break;
+    case 2: __asm__("sdot %0.4s, %1.16b, %2.4b[2]" : "+w"(sums) : "w"(codes), "w"(x.sixteen)); break;
+    default: __asm__("sdot %0.4s, %1.16b, %2.4b[3]" : "+w"(sums) : "w"(codes), "w"(x.sixteen));
+  }
+  return sums;
+}
+
 using LookupTable = uint8x16x4_t;
 INLINE LookupTable lookup_table(const std::uint8_t* entries) { return vld1q_u8_x4(entries); }
 template <int BITS>

@@ -79,19 +79,12 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
   tables += CODES * sum_table_bytes;
 }
 
-// The dot products of the rows of a strip in 16 bits, as add_segment leaves them.
-struct StripDots {
-  std::int16_t eights[b3_strips::rows];  // each 128 bits are eight rows: of a vector the even eights, then the odd ones
-
-  TARGET __attribute__((always_inline)) explicit StripDots(const Shorts* dots) {
-    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
-  }
-  // Of the eight rows from i on.
-  TARGET __attribute__((always_inline)) RowSums at(int i) const {
-    const int eight = i / VECTOR_BYTES * (2 * quads) + i % VECTOR_BYTES / 16 + i / 8 % 2 * quads;
-    return bit_cast<RowSums>(_mm256_cvtepi16_epi32(load<__m128i>(eights + 8 * eight)));
-  }
-};
+// Of stored sums of add_segment, those of the eight rows from i on. Each 128 bits are eight rows: of a vector the even
+// eights, then the odd ones.
+INLINE RowSums eight_of(const std::int16_t* eights, int i) {
+  const int eight = i / VECTOR_BYTES * (2 * quads) + i % VECTOR_BYTES / 16 + i / 8 % 2 * quads;
+  return bit_cast<RowSums>(_mm256_cvtepi16_epi32(load<__m128i>(eights + 8 * eight)));
+}
 
 // sums of the rows of a strip, whose scales are there for all of them, and of a token.
 template <ScaleType SCALE>
@@ -108,27 +101,28 @@ TARGET static void sum_strip(const Matrix& of_all, const std::uint8_t* at, const
     Shorts dots[2 * strip_vectors] = {};
     NO_UNROLL for (std::int64_t s = 0; s < segments; ++s) add_segment<8>(at, tables, dots);
     matrix.group == 128 ? add_segment<3>(at, tables, dots) : add_segment<6>(at, tables, dots);
-    const StripDots of_rows(dots);
+    std::int16_t eights[b3_strips::rows];
+    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
     const float activation_scale = activation_scales ? activation_scales[g] : 1.0f;
     UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
-      const RowFloats value = __builtin_convertvector(of_rows.at(i), RowFloats) * scales_at<RowFloats>(matrix, scale + i);
+      const RowFloats value = __builtin_convertvector(eight_of(eights, i), RowFloats) * scales_at<RowFloats>(matrix, scale + i);
       store(sums + i, (g == 0 ? RowFloats{} : load<RowFloats>(sums + i)) + value * activation_scale);
     }
   }
 }
 
 // The same without group scales: integers.
-TARGET static void sum_whole_rows(const Matrix& matrix, const std::uint8_t* at, const std::uint8_t* tables, std::int32_t* dots) {
+TARGET static void sum_whole_rows(const Matrix& matrix, const std::uint8_t* at, const std::uint8_t* tables, std::int32_t* sums) {
   constexpr std::int64_t most = 10;  // segments, whose sums 16 bits hold
   const std::int64_t segments = packed::divide_up(matrix.columns, b3_strips::segment_columns);
   for (std::int64_t s = 0; s < segments; s += most) {
-    Shorts of_some[2 * strip_vectors] = {};
-    NO_UNROLL for (std::int64_t left = segments - s < most ? segments - s : most; left > 0; --left) {
-      add_segment<8>(at, tables, of_some);
-    }
-    const StripDots of_rows(of_some);
+    Shorts dots[2 * strip_vectors] = {};
+    const std::int64_t count = segments - s < most ? segments - s : most;
+    NO_UNROLL for (std::int64_t i = 0; i < count; ++i) add_segment<8>(at, tables, dots);
+    std::int16_t eights[b3_strips::rows];
+    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
     UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
-      store(dots + i, (s == 0 ? RowSums{} : load<RowSums>(dots + i)) + of_rows.at(i));
+      store(sums + i, (s == 0 ? RowSums{} : load<RowSums>(sums + i)) + eight_of(eights, i));
     }
   }
 }

@@ -121,9 +121,9 @@ INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
   const LookupTable fields = lookup_table(b3_strips::tables.fields);
   const auto bits = load<Vector<std::uint16_t>>(b3_strips::tables.bits);
   for (int half = 0; half < (quads == 1 && CODES > 3 ? 2 : 1); ++half) {
-    const Bytes pairs[] = {load_halves(at + half * in_half * strip, at + in_half * strip),
-                           load_halves(at + (1 + half * in_half) * strip, at + (1 + in_half) * strip)};
-    const Bytes signs = load_halves(at + last * strip, at + last * strip);
+    const Bytes pairs[] = {load_quads(at + half * in_half * strip, at + in_half * strip),
+                           load_quads(at + (1 + half * in_half) * strip, at + (1 + in_half) * strip)};
+    const Bytes signs = load_quads(at + last * strip, at + last * strip);
     Bytes codes[4], words[4];
     UNROLL for (int i = 0; i < 4; ++i) {
       const Bytes index = i % 2 ? high_nibbles(pairs[i / 2]) : low_nibbles(pairs[i / 2]);
@@ -251,8 +251,7 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
     case WeightFormat::i2:
       unpack_i2(rows, matrix.columns, column, count, tile);
       return;
-    case WeightFormat::b3:  // see unpack_b3
-      return;
+    case WeightFormat::b3: return;  // see unpack_b3
     case WeightFormat::int8:
       unpack_int8(rows, column, count, tile);
       return;
@@ -262,7 +261,7 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
   }
 }
 
-// Four activations of each of T tokens, `stride` bytes apart. Few base addresses, each good for four tokens: more
+// Activations of each of T tokens, `stride` bytes apart, by fours. Few base addresses, each good for four tokens: more
 // would not fit the registers.
 template <int T>
 struct TokenWords {
@@ -275,8 +274,8 @@ struct TokenWords {
   TARGET __attribute__((always_inline)) void advance(std::int64_t columns) {
     UNROLL for (int b = 0; b < (T + 3) / 4; ++b) base[b] += columns;
   }
-  TARGET __attribute__((always_inline)) Bytes at(int t, std::int64_t column) const {
-    return repeat4(base[t / 4] + (t % 4 == 3 ? stride3 : t % 4 * stride) + column);
+  TARGET __attribute__((always_inline)) Fours at(int t, std::int64_t column, int number) const {
+    return fours(base[t / 4] + (t % 4 == 3 ? stride3 : t % 4 * stride) + column, number);
   }
 };
 
@@ -314,15 +313,17 @@ template <int T>
 INLINE void tile_words(const std::uint8_t* tile, const std::int8_t* x, std::int64_t stride,
                        std::int64_t words, Small (&small)[T][tile_vectors]) {
   const TokenWords<T> tokens(x, stride);
-  for (std::int64_t w = 0; w < words; ++w) {
-    Bytes weights[tile_vectors];
-    UNROLL for (int v = 0; v < tile_vectors; ++v) {
-      weights[v] = load_bytes(tile + w * (4 * tile_rows) + v * VECTOR_BYTES);
-    }
-    UNROLL for (int t = 0; t < T; ++t) {
-      const Bytes four = tokens.at(t, 4 * w);
+  constexpr int together = std::is_same_v<Fours, Bytes> ? 1 : 4;
+  for (std::int64_t first = 0; first < words; first += together) {
+    UNROLL for (int i = 0; i < together; ++i) {
+      if (i > 0 && first + i >= words) break;
+      Bytes weights[tile_vectors];
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        small[t][v] = dot_codes(small[t][v], weights[v], four);
+        weights[v] = load_bytes(tile + (first + i) * (4 * tile_rows) + v * VECTOR_BYTES);
+      }
+      UNROLL for (int t = 0; t < T; ++t) {
+        const Fours four = tokens.at(t, 4 * first, i);
+        UNROLL for (int v = 0; v < tile_vectors; ++v) small[t][v] = dot_codes(small[t][v], weights[v], four);
       }
     }
   }

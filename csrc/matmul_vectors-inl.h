@@ -39,6 +39,18 @@ INLINE Bytes to_unsigned(const Bytes& weights) { return weights ^ 0x80; }
 // Four activations of one token in every 32-bit lane.
 INLINE Bytes repeat4(const void* x) { return bit_cast<Bytes>(splat(load<std::int32_t>(x))); }
 
+// The same of sixteen, the fours of which are numbered: where an instruction picks them, they are loaded once.
+#if defined(__aarch64__)
+struct Fours {
+  Bytes sixteen;
+  int number;
+};
+INLINE Fours fours(const std::int8_t* x, int number) { return {load_bytes(x), number}; }
+#else
+using Fours = Bytes;
+INLINE Fours fours(const std::int8_t* x, int number) { return repeat4(x + 4 * number); }
+#endif
+
 // The lower and upper halves of each 128 bits of a and b, element by element in turn.
 template <class T, T... I>
 INLINE void interleave_halves(const Bytes& a, const Bytes& b, Bytes& low, Bytes& high,
@@ -58,16 +70,15 @@ constexpr int row_lanes = VECTOR_BYTES / 4;
 constexpr int quads = VECTOR_BYTES / 16;  // of 128 bits
 
 // 128 bits from a, then from b, then those behind in turn. A vector of 128 bits holds those of a.
-INLINE Bytes load_halves(const std::uint8_t* a, const std::uint8_t* b) {
+INLINE Bytes load_quads(const std::uint8_t* a, const std::uint8_t* b) {
 #if VECTOR_BYTES == 16
   return load_bytes(a);
 #elif VECTOR_BYTES == 32
-  return bit_cast<Bytes>(_mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(b), reinterpret_cast<const __m128i*>(a)));
+  return bit_cast<Bytes>(_mm256_set_m128i(load<__m128i>(b), load<__m128i>(a)));
 #else
-  const auto pair = [](const std::uint8_t* x, const std::uint8_t* y) TARGET {
-    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(y), reinterpret_cast<const __m128i*>(x));
-  };
-  return bit_cast<Bytes>(_mm512_inserti64x4(_mm512_castsi256_si512(pair(a, b)), pair(a + 16, b + 16), 1));
+  const __m256i first = _mm256_set_m128i(load<__m128i>(b), load<__m128i>(a));
+  const __m256i next = _mm256_set_m128i(load<__m128i>(b + 16), load<__m128i>(a + 16));
+  return bit_cast<Bytes>(_mm512_inserti64x4(_mm512_castsi256_si512(first), next, 1));
 #endif
 }
 
