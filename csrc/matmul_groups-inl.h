@@ -159,7 +159,7 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
     const bool is_shared = g + digits <= groups;
     const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
     const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
-    Sums sums_of[T][digits][chains] = {}, dots[T][digits] = {};
+    Sums sums_of[T][digits][chains] = {};
     NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b, from += vectors * block_bytes) {
       Bytes block[vectors];
       Planes::load_block(from, block);
@@ -176,18 +176,20 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
         }
       }
     }
-    UNROLL for (int i = 0; i < T * digits; ++i) {
-      const int t = i / digits, p = i % digits;
-      UNROLL for (int k = 0; k < chains; ++k) dots[t][is_shared ? p : 0] += sums_of[t][p][k];
-    }
-    for (int p = 0; p < (is_shared ? digits : 1); ++p, ++g) {
+    // Of a group, the sums of one digit or of all.
+    const auto add_up = [&](int first, int count) TARGET {
       const Floats scales = scales_at<Floats>(matrix, scale + g * strip_rows);
       UNROLL for (int t = 0; t < T; ++t) {
-        Floats value = __builtin_convertvector(dots[t][p] - of.excess(token + t, 0, g), Floats) * scales;
+        Sums dot = {};
+        UNROLL for (int i = 0; i < count * chains; ++i) dot += sums_of[t][first + i / chains][i % chains];
+        Floats value = __builtin_convertvector(dot - of.excess(token + t, 0, g), Floats) * scales;
         if (of.activation_scales) value *= of.activation_scales[(token + t) * groups + g];
         total[t] += value;
       }
-    }
+      ++g;
+    };
+    if (!is_shared) add_up(0, digits);
+    UNROLL for (int p = 0; p < digits && is_shared; ++p) add_up(p, 1);
   }
   UNROLL for (int t = 0; t < T; ++t) store(sums + t * max_rows_a_call, total[t]);
 }
