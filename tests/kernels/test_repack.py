@@ -131,11 +131,7 @@ def test_i2_with_group_scales_lies_in_strips(pool, rows: int) -> None:
     to = _cpu.Matrix(
         RUN_TIME["i2"], *shape, stride, out.ctypes.data + base, 1.0, scales.ctypes.data, 32
     )
-    assert _cpu.repack(pool, stored, to) == (
-        zlib.crc32(data.tobytes()),
-        True,
-        None,
-    )
+    assert _cpu.repack(pool, stored, to) == (zlib.crc32(data.tobytes()), True, None)
     written = out[base : base + strips * 16 * stride].reshape(strips, -1)
     assert np.array_equal(written[:, : 4 * columns], wanted)
     assert not written[:, 4 * columns :].any()

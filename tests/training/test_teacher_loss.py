@@ -20,10 +20,10 @@ from sparse_bitnet.cli.train import distill
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import convert_
+from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import distillation as teacher_module
-from sparse_bitnet.training.config import TrainConfig, read_config
+from sparse_bitnet.training.config import read_config
 from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher, fingerprint
 from sparse_bitnet.training.loss import hidden_states
 from sparse_bitnet.training.metrics import read_rows
@@ -47,11 +47,8 @@ def distil(small_run: Any, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> An
     """`distil(**changes)`: the config of a short distillation; a cache fills in small parts."""
     monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", PART)
 
-    def config(**changes: Any) -> TrainConfig:
-        values = {"teacher": str(teacher), "init": str(teacher), "steps": 2, **changes}
-        return small_run(**values)
-
-    return config
+    values = {"teacher": str(teacher), "init": str(teacher), "steps": 2}
+    return lambda **changes: small_run(**{**values, **changes})
 
 
 def ids_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,8 +91,13 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
     torch.testing.assert_close(plain, ce.detach().double(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture) -> None:
-    config = distil(steps=6, temperature=2.0, learning_rate=3e-4, reconstruction_windows=0)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_run_with_a_teacher_learns(
+    distil: Any, tmp_path: Path, family: str, capsys: pytest.CaptureFixture
+) -> None:
+    tiny_model(family, vocab_size=VOCAB).save_pretrained(folder := str(tmp_path / "model"))
+    values = {"teacher": folder, "init": folder, "temperature": 2.0, "learning_rate": 3e-4}
+    config = distil(steps=6, reconstruction_windows=0, **values)
     clock = iter(range(0, 9**9, 9))
     train(config, progress=Progress(Console(get_time=clock.__next__), plain_lines=1))
     shown, said = capsys.readouterr()
@@ -111,6 +113,8 @@ def test_a_run_with_a_teacher_learns(distil: Any, capsys: pytest.CaptureFixture)
     # The loss is the divergence alone, times the temperature squared.
     np.testing.assert_allclose([4 * row["kl_divergence"] for row in rows[1:7]], curve)
     student = from_pretrained(Path(config.out) / "final")
+    layers = {name.rpartition(".")[2] for name in sparse_layers(student)}
+    assert not layers & {"in_proj_a", "in_proj_b", "lm_head"}
     of_run = Teacher(config.out, torch.float32, CPU, VOCAB)
     torch.testing.assert_close(of_run.model.state_dict(), student.state_dict(), rtol=0, atol=0)
     assert fingerprint(config.out) == fingerprint(f"{config.out}/final")
