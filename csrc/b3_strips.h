@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace sparse_bitnet::b3_strips {
 
@@ -25,6 +26,7 @@ constexpr int rows = 64, segment_columns = 24;
 constexpr std::int64_t part_columns(std::int64_t group) { return group ? group : segment_columns; }
 // Of a segment with so many columns.
 constexpr int codes_of(std::int64_t columns) { return int(columns + 2) / 3; }
+constexpr int columns_of(int codes) { return 3 * codes / 8 * 8; }
 constexpr int segment_bytes(int codes) { return codes == 3 ? 2 : codes == 0 ? 0 : codes / 2 + 1; }
 constexpr std::int64_t part_codes(std::int64_t part) {
   return part / segment_columns * 8 + codes_of(part % segment_columns);
@@ -58,21 +60,33 @@ constexpr int weight_at(const std::uint8_t* row, std::int64_t group, std::int64_
   return (13 + (is_negative ? -index : index)) / factors[place.digit] % 3 - 1;
 }
 
+// The codes are bytes of a word: those of a short segment, too, of which the others are zero.
 template <int CODES>
 inline void encode_segment(const std::uint8_t* digits, std::uint8_t* row) {
-  constexpr int count = segment_bytes(CODES), columns = CODES == 3 ? 8 : CODES == 6 ? 16 : 24, factors[] = {1, 3, 9};
-  int codes[CODES] = {};
-  for (int c = 0; c < columns; ++c) {
+  constexpr std::uint64_t ones = 0x0101010101010101u, factors[] = {1, 3, 9};
+  std::uint8_t ordered[segment_columns];
+  if (CODES < 8) std::memset(ordered, 1, sizeof ordered);
+  for (int c = 0; c < columns_of(CODES) && CODES < 8; ++c) {
     const Place place = place_of(CODES, c);
-    codes[place.code] += (digits[c] - 1) * factors[place.digit];
+    ordered[place.code / 4 * 12 + place.digit * 4 + place.code % 4] = digits[c];
   }
-  std::uint8_t bytes[count] = {};
-  bytes[count - 1] = CODES == 3 ? 16 : 0;
-  for (int i = 0; i < CODES; ++i) {
-    bytes[i / 2] |= std::uint8_t((codes[i] < 0 ? -codes[i] : codes[i]) << i % 2 * 4);
-    bytes[count - 1] |= std::uint8_t((codes[i] < 0) << sign_bit(CODES, i));
+  if (CODES < 8) digits = ordered;
+  std::uint64_t codes = 0;
+  for (int p = 0; p < 3; ++p) {
+    std::uint32_t first, last;
+    std::memcpy(&first, digits + 4 * p, 4);
+    std::memcpy(&last, digits + 12 + 4 * p, 4);
+    codes += factors[p] * (first | std::uint64_t(last) << 32);
   }
-  for (int j = 0; j < count; ++j) row[j * rows] = bytes[j];
+  const std::uint64_t above = (codes | 128 * ones) - 13 * ones, signs = ~above >> 7 & ones;
+  const std::uint64_t low = above & 127 * ones, negative = 255 * signs;
+  const std::uint64_t index = (low & ~negative) | ((128 * ones - low) & negative), pairs = index | index >> 4;
+  for (int j = 0; j < CODES / 2; ++j) row[j * rows] = std::uint8_t(pairs >> 16 * j);
+  if (CODES == 3) {
+    row[rows] = std::uint8_t(index >> 16 | 16 | (signs & 1) << 5 | (signs >> 8 & 1) << 7 | (signs >> 16) << 6);
+  } else {
+    row[CODES / 2 * rows] = std::uint8_t(signs * 0x0110022004400880u >> 56);  // to the places of sign_bit
+  }
 }
 
 // Writes a row from its weights plus one, behind which lie ones.

@@ -36,8 +36,7 @@ constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, pac
 }
 constexpr std::int64_t group_rows = 8;  // whose group sums are taken together
 constexpr std::int64_t max_groups_a_block = max_column_block / 32;
-static_assert(unit_column_block / 64 <= max_groups_a_block);  // a unit's groups have 64 columns or more
-static_assert(unit_column_block % b3_strips::segment_columns == 0);
+static_assert(unit_column_block / 64 <= max_groups_a_block && unit_column_block % b3_strips::segment_columns == 0);
 
 // The same where weights are unpacked to 16 bits: all rows of a piece at once, for these tokens.
 constexpr std::int64_t wide_column_block = 256;

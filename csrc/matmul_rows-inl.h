@@ -34,20 +34,11 @@ constexpr int line_at(int i, int count, int lines) {
   return i * lines % count < lines ? i * lines / count : -1;
 }
 
-struct LaneMasks {
-  std::uint8_t bytes[2 * VECTOR_BYTES];
-};
-constexpr LaneMasks make_lane_masks() {
-  LaneMasks masks = {};
-  for (int i = 0; i < VECTOR_BYTES; ++i) masks.bytes[i] = 0xff;
-  return masks;
-}
-static constexpr LaneMasks lane_masks = make_lane_masks();
-
 // 0xff in the first `count` lanes: none below 0, at most all.
-INLINE Bytes first_lanes(std::int64_t count) {
-  count = count < 0 ? 0 : count > VECTOR_BYTES ? VECTOR_BYTES : count;
-  return load_bytes(lane_masks.bytes + VECTOR_BYTES - count);
+template <std::int8_t... I>
+INLINE Bytes first_lanes(std::int64_t count, std::integer_sequence<std::int8_t, I...>) {
+  const std::int8_t most = std::int8_t(count < 0 ? 0 : count > VECTOR_BYTES ? VECTOR_BYTES : count);
+  return bit_cast<Bytes>(Vector<std::int8_t>{I...} < splat(most));
 }
 
 constexpr int block_bytes = 64, block_vectors = block_bytes / VECTOR_BYTES;
@@ -174,7 +165,7 @@ INLINE void dot_i2_rows(const Matrix& matrix, const std::uint8_t* row, const std
     for (int p = 0; p < i2_planes; ++p) {
       // Bytes behind the block are no weights, and the last weights of the block may be padding.
       const std::int64_t of_plane = left - p * step < step ? left - p * step : step;
-      const Bytes valid = first_lanes(of_plane - v * VECTOR_BYTES);
+      const Bytes valid = first_lanes(of_plane - v * VECTOR_BYTES, std::make_integer_sequence<std::int8_t, VECTOR_BYTES>());
       const std::int64_t column = blocks * block_weights + p * step + v * VECTOR_BYTES;
       UNROLL for (int r = 0; r < R; ++r) {
         const Bytes codes = plane(block[r], p) & valid;

@@ -10,11 +10,10 @@ constexpr int strip_vectors = b3_strips::rows / VECTOR_BYTES;
 // Of the codes of a segment: for every index the low digits of its sums, then the high ones.
 template <int CODES>
 INLINE void segment_tables(const std::int8_t* codes, std::uint8_t* tables) {
-  constexpr int columns = CODES == 3 ? 8 : CODES == 6 ? 16 : 24;
+  constexpr int columns = b3_strips::columns_of(CODES);
   Entries weights[3], sums[CODES] = {};
-  UNROLL for (int p = 0; p < 3; ++p) {
-    const auto digits = load<Vector<std::uint8_t, 16>>(lookup::layout_of({1, 1}).digits[p] + 13);  // from code 0 on
-    weights[p] = __builtin_convertvector(digits, Entries) - 1;
+  UNROLL for (int p = 0; p < 3; ++p) {  // from code 0 on
+    weights[p] = __builtin_convertvector((load<Vector<std::uint8_t, 16>>(lookup::layout_of({1, 1}).digits[p] + 13)), Entries) - 1;
   }
   UNROLL for (int c = 0; c < columns; ++c) {
     const b3_strips::Place place = b3_strips::place_of(CODES, c);

@@ -166,8 +166,7 @@ TARGET static void unpack_b3(const Matrix& matrix, std::int64_t row, std::int64_
   for (std::int64_t c = 0, left = part; c < count; left = left > 0 ? left : part) {
     const std::int64_t columns = left < b3_strips::segment_columns ? left : b3_strips::segment_columns;
     (columns == 24 ? unpack_b3_segment<8> : columns == 16 ? unpack_b3_segment<6> : unpack_b3_segment<3>)(at, tile + c * tile_rows);
-    at += b3_strips::segment_bytes(b3_strips::codes_of(columns)) * b3_strips::rows;
-    c += columns, left -= columns;
+    at += b3_strips::segment_bytes(b3_strips::codes_of(columns)) * b3_strips::rows, c += columns, left -= columns;
   }
 }
 
