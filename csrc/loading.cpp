@@ -76,8 +76,6 @@ class Repacking {
         out_(out),
         is_same_(stored.format == StoredFormat::i2 && out.format == WeightFormat::i2 && !out.in_strips()),
         is_there_(is_same_ && out.data == stored.bytes.data),
-        strip_rows_(lookup::shape_of(out.pattern).rows()),
-        row_bytes_(Matrix::bytes_per_row(out.format, stored.pattern, stored.columns)),
         limit_(stored.pattern) {
     if (stored.format == StoredFormat::nm_enum || stored.format == StoredFormat::nm_sign) {
       group_decoder_ = std::make_unique<GroupDecoder>(stored.pattern, stored.columns);
@@ -86,7 +84,7 @@ class Repacking {
 
   const char* row(std::int64_t index, const std::uint8_t* from, std::uint8_t* digits) const {
     auto* to = const_cast<std::uint8_t*>(out_.data) + index * out_.row_stride;
-    if (is_same_ && !is_there_) std::memcpy(to, from, std::size_t(row_bytes_));
+    if (is_same_ && !is_there_) std::memcpy(to, from, std::size_t(packed::i2_row_bytes(stored_.columns)));
     if (is_same_ && limit_.pattern().m == 1) return decode(from, nullptr);
     const char* damage = decode(from, digits);
     if (damage != nullptr) return damage;
@@ -101,7 +99,7 @@ class Repacking {
         lookup::encode_strip_row(digits, stored_.columns, out_.group, to);
       }
     } else if (out_.format == WeightFormat::lookup) {
-      const int in_strip = int(index % strip_rows_);
+      const int in_strip = int(index % lookup::shape_of(out_.pattern).rows());
       lookup::encode_row(out_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);
     } else if (!is_same_) {
       encode_i2(digits, stored_.columns, to);
@@ -138,8 +136,6 @@ class Repacking {
   const Matrix out_;
   const bool is_same_;   // rows lie as they are stored
   const bool is_there_;  // and where they are
-  const int strip_rows_;  // of lookup
-  const std::int64_t row_bytes_;
   const GroupLimit limit_;
   std::unique_ptr<GroupDecoder> group_decoder_;
 };

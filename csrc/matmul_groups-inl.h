@@ -160,6 +160,10 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
     const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
     const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
     Sums sums_of[T][digits][chains] = {};
+    UNROLL for (int i = 0; i < T * digits; ++i) {
+      const int t = i / digits, p = i % digits;
+      if (p == 0 || is_shared) sums_of[t][p][0] -= of.excess(token + t, 0, g + p);
+    }
     NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b, from += vectors * block_bytes) {
       Bytes block[vectors];
       Planes::load_block(from, block);
@@ -182,7 +186,7 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
       UNROLL for (int t = 0; t < T; ++t) {
         Sums dot = {};
         UNROLL for (int i = 0; i < count * chains; ++i) dot += sums_of[t][first + i / chains][i % chains];
-        Floats value = __builtin_convertvector(dot - of.excess(token + t, 0, g), Floats) * scales;
+        Floats value = __builtin_convertvector(dot, Floats) * scales;
         if (of.activation_scales) value *= of.activation_scales[(token + t) * groups + g];
         total[t] += value;
       }
