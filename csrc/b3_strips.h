@@ -7,11 +7,11 @@
 // begins a segment, and its last one has the 16 or 8 columns that are left.
 //
 // Three weights are a code, w0 + 3 w1 + 9 w2, as an index of 4 bits, its magnitude, and a sign. A segment has eight codes
-// in four bytes of two indices, the first one's low, and a byte of signs. Code i of the first four has the weights i, i + 4
-// and i + 8, so that four codes side by side are words of four columns; the last four have those 12 columns on.
-// Of 16 columns there are six codes in four bytes: the last two have 12 and 14, 13 and 15. Of 8 there are three in two
-// bytes, the last one's high bits the signs, over a set bit that keeps it from being zero: code i has i and i + 4, the
-// first one 3 besides, the second one 7.
+// in four bytes of two indices, the first one's low, and a byte of signs. Code i of the first four holds the weights i, i + 4
+// and i + 8 of the segment, so that four codes side by side are words of four columns; the last four hold those that lie
+// 12 columns further. A segment of 16 columns has six codes in four bytes; the last two hold weights 12 and 14, 13 and 15.
+// One of 8 columns has three codes in two bytes: code i holds i and i + 4, the first also 3 and the second also 7. The high
+// bits of the last byte are their signs, over a set bit that keeps the byte from being zero.
 
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr int rows = 64, segment_columns = 24;
 
 // Columns that are cut by themselves: a group, or without groups a segment.
 constexpr std::int64_t part_columns(std::int64_t group) { return group ? group : segment_columns; }
-// Of a segment with so many columns.
+// The codes of a segment with so many columns, and the columns of one with so many codes.
 constexpr int codes_of(std::int64_t columns) { return int(columns + 2) / 3; }
 constexpr int columns_of(int codes) { return 3 * codes / 8 * 8; }
 constexpr int segment_bytes(int codes) { return codes == 3 ? 2 : codes == 0 ? 0 : codes / 2 + 1; }

@@ -178,7 +178,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
                      "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16], or of "
-                     "B3_STRIP_ROWS; rows then are filled up to such strips (csrc/matmul.h). n, m: the pattern, of "
+                     "B3_STRIP_ROWS; rows then are filled up to such strips, and those of b3 always (csrc/matmul.h). n, m: the pattern, of "
                      "lookup; exact: of lookup, where every group has n non-zeros.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
            "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32,

@@ -19,8 +19,7 @@ struct Loaded {
   const char* damage;   // error in the rows, or null
 };
 
-// What a file holds: a format of packed_format.h. Those that
-// are run as they are have the number of their WeightFormat, others that of none of ternary weights.
+// What a file holds: a format of packed_format.h. Of these, only i2 without group scales is also multiplied as it lies.
 enum class StoredFormat : int { i2 = 0, b3 = 1, nm_enum = 2, nm_sign = 3 };
 
 struct StoredMatrix {

@@ -78,12 +78,11 @@ constexpr Shape exact_quads = {4, 5}, quads = {4, 6}, triples = {3, 5};
 struct Layout {
   Shape shape;
   std::uint8_t digits[4][table_size];  // by place and code: the weight plus one; 0 where the code is no state
-  std::uint8_t all[table_size];        // by code: the digits in fields of two bits
   std::uint8_t code_of[81];            // by number; of one that is no state, a code that is none where there is
 };
 
 constexpr Layout make_layout(const Shape& shape, int least, int most) {
-  Layout layout = {shape, {}, {}, {}};
+  Layout layout = {shape, {}, {}};
   const int codes = 1 << shape.bits, numbers = shape.weights == 4 ? 81 : 27;
   int state = 0;
   for (int number = 0; number < numbers; ++number) {
@@ -92,10 +91,7 @@ constexpr Layout make_layout(const Shape& shape, int least, int most) {
     layout.code_of[number] = std::uint8_t(codes - 1);
     if (nonzeros < least || nonzeros > most) continue;
     for (int code = state; code < table_size; code += codes) {
-      for (int i = 0; i < shape.weights; ++i) {
-        layout.digits[i][code] = std::uint8_t(digits[i]);
-        layout.all[code] |= std::uint8_t(digits[i] << 2 * i);
-      }
+      for (int i = 0; i < shape.weights; ++i) layout.digits[i][code] = std::uint8_t(digits[i]);
     }
     layout.code_of[number] = std::uint8_t(state++);
   }

@@ -3,7 +3,6 @@
 // functions that specify the formats, then multiplied by plain loops.
 
 #include <cstdint>
-#include <vector>
 
 #include "matmul_kernels.h"
 

@@ -81,7 +81,7 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
                               std::int64_t token, float* sums) {
   constexpr int of_strip = 64 / VECTOR_BYTES, vectors = S * of_strip;
   // Sums that do not wait for each other, of the planes. Planes that are masked instead of shifted count 4 or 16 times as
-  // much, in sums of their own, which 16 bits hold for 128 columns. NEON masks three; with 512 bits that reads less.
+  // much, in sums of their own, which 16 bits hold for 128 columns. NEON masks three planes; with 512 bits, two read memory faster.
   constexpr bool is_narrow = small_dots == 64;
   constexpr int most = (is_narrow ? 4 : VECTOR_BYTES == 16 ? 16 : 10) / (T * vectors);
   constexpr int chains = most >= 4 && !is_narrow ? 4 : most >= 2 ? 2 : 1;

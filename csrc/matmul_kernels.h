@@ -65,7 +65,7 @@ struct MatmulKernels {
   // codes [groups, group] -> sums [groups].
   void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
-  // y[:, begin:end] of a product, 0 < end - begin <= max_rows_a_call. group_sums, where the matrix has a
+  // y[:, begin:end] of a product, begin the first row of a strip, 0 < end - begin <= max_rows_a_call. group_sums, where the matrix has a
   // summed_group: sum_groups of each token's codes, then, for int4, of its fine where there is one.
   void (*multiply)(const Activations& x, const std::int32_t* group_sums, const Product& product,
                    std::int64_t begin, std::int64_t end, MatmulScratch& scratch);

@@ -45,7 +45,7 @@ constexpr int block_bytes = 64, block_vectors = block_bytes / VECTOR_BYTES;
 constexpr int i2_planes = 4;  // byte j of a block holds the weights at j + p * (bytes of the block)
 
 // Rows of R that are multiplied at once. Halves of a line that are loaded far apart cost a sixth of the reading, and
-// rows with which little is computed, of int8, are read a tenth faster one after another.
+// rows of int8, where little is computed, are read a tenth faster one after another.
 template <int R, bool COMPUTES_LITTLE = false>
 constexpr int rows_at_once = VECTOR_BYTES == 32 || (COMPUTES_LITTLE && VECTOR_BYTES == 64) ? 1 : R;
 

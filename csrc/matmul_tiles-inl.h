@@ -117,6 +117,7 @@ INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int
 // then those of the last four, and so on. Side by side, four codes of a row are words of four columns.
 template <int CODES>
 INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
+  static_assert(tile_rows == (quads > 1 ? 8 * quads : 16));
   constexpr int strip = b3_strips::rows, last = b3_strips::segment_bytes(CODES) - 1, in_half = CODES == 3 ? 0 : 2;
   const LookupTable fields = lookup_table(b3_strips::tables.fields);
   const auto bits = load<Vector<std::uint16_t>>(b3_strips::tables.bits);

@@ -11,7 +11,6 @@
 namespace sparse_bitnet {
 namespace {
 
-using packed::divide_up;
 using packed::Pattern;
 
 constexpr char bad_i2[] = "a two-bit field holds 3, which stands for no code";

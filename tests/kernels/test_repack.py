@@ -46,7 +46,7 @@ def columns_near(pattern: NMPattern, columns: int) -> int:
     return max(1, columns // pattern.m) * pattern.m
 
 
-def from_strips(strips: np.ndarray, columns: int) -> np.ndarray:
+def from_strips(strips: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """The codes [rows, columns] of b3 without group scales [strips, segments, 5, 64]."""
     pairs, signs = strips[:, :, :4, None], strips[:, :, 4, None, None]
     index = np.concatenate([pairs & 15, pairs >> 4], 3).astype(int)  # [.., 4, 2, 64]
@@ -54,8 +54,8 @@ def from_strips(strips: np.ndarray, columns: int) -> np.ndarray:
     numbers = 13 + np.where(signs >> bits & 1, -index, index)
     digits = (numbers[..., None] // [1, 3, 9] % 3).reshape(*strips.shape[:2], 2, 4, 64, 3) - 1
     codes = digits.transpose(0, 4, 1, 2, 5, 3).reshape(len(strips) * 64, -1).astype(np.int8)
-    assert not codes[:1, columns:].any()
-    return codes[:, :columns]
+    assert not codes[:rows, columns:].any()
+    return codes[:rows, :columns]
 
 
 def repack(
@@ -89,7 +89,7 @@ def repack(
         assert (strips[-1, :, :, (rows - 1) % 64 + 1 :] == POISON).all()
         if damage is not None:
             return None, crc32, damage
-        codes = from_strips(strips, columns)[:rows]
+        codes = from_strips(strips, rows, columns)
         return pack(torch.from_numpy(codes), "b3", pattern).numpy(), crc32, damage
     written = written.reshape(rows, stride)
     assert (written[:, taken:] == POISON).all()

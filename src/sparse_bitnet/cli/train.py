@@ -229,7 +229,7 @@ def prepare_chat(source: str, config: TrainConfig) -> None:
 
 
 def print_comparison(perplexity: float, config: TrainConfig) -> None:
-    """Print a student's `perplexity`, its first one and its teacher's, and the commands that follow."""
+    """Print a student's `perplexity` beside that at its start and its teacher's, and what to do next."""
     from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 
     first = read_rows(Path(config.out) / METRICS_FILE)[0]

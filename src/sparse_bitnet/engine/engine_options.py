@@ -31,7 +31,7 @@ class EngineOptions:
 
     weight_format: WeightFormat = "auto"
     """Run-time format of the weights (cpu). i2: 2 bits; b3: 1.67; lookup: 1.25 to 1.67. auto: the fastest
-    here, by a short measurement. stored: as in the file; starts sooner, decodes a little slower."""
+    here, by a short measurement. stored: as in the file; i2 is mapped, which starts sooner."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head (cpu). auto: int8, unless the head is ternary."""

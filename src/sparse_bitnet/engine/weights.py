@@ -170,7 +170,7 @@ def row_bytes(name: str, pattern: NMPattern, columns: int, exact: bool, group: i
 
 
 def row_stride(name: str, pattern: NMPattern, columns: int, exact: bool, group: int = 0) -> int:
-    """Return the bytes between rows: whole cache lines of i2, and else those of a row."""
+    """Return the bytes between rows: those of a row, for i2 rounded up to whole cache lines."""
     size = row_bytes(name, pattern, columns, exact, group)
     return _aligned(size) if name == "i2" else size
 

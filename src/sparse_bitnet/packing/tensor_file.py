@@ -55,7 +55,7 @@ _UNKNOWN_CRC = "00000000"
 
 _ALIGNMENT = 64
 """Alignment in bytes of the first tensor with one byte a value, and so of those behind it that fill whole
-cache lines: an engine can multiply them in place (weight_memory.py)."""
+cache lines: the engine can multiply those of i2 in place (engine/weights.py)."""
 
 _HEADER_ALIGNMENT = 8
 

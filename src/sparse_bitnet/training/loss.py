@@ -353,7 +353,7 @@ def validation_loss(
 ) -> tuple[float, int]:
     """Return `mean_token_loss` over the first `validation_tokens` of the validation split, in whole
     sequences that the processes of `world` share. `on_batch` is called with the tokens read so far and
-    the number of all."""
+    their total."""
     world, windows = world or World(), _count(held_out, config)
     own = max(1, config.batch_size // world.size)
     size = 4 * min(config.micro_batch_size or own, own)  # no gradients need memory
