@@ -16,10 +16,11 @@ struct LookupPlanes {
   INLINE void load_block(const std::uint8_t* from, Bytes* block) {
     constexpr int count = shape.vectors();
     UNROLL for (int i = 0; i < count; ++i) {
-      block[i] = load_bytes(from + i * block_bytes);
+      Bytes vector = load_bytes(from + i * block_bytes);
 #if defined(__x86_64__)
-      __asm__("" : "+v"(block[i]));
+      __asm__("" : "+v"(vector));  // with block[i] here, GCC stores every vector to the stack
 #endif
+      block[i] = vector;
     }
   }
   INLINE Bytes vector_of(const Bytes* block, int i) { return block[i]; }
@@ -112,10 +113,9 @@ TARGET static void dot_strips(const Matrix& matrix, std::int64_t begin, std::int
     const std::uint8_t* strip = matrix.data + r * matrix.row_stride;
     std::int32_t* to = dots + (r - begin);
     for (std::int64_t t = 0, count; t < x.tokens; t += count, to += count * max_rows_a_call) {
-      const bool together = t + Planes::tokens <= x.tokens;
-      count = together ? Planes::tokens : 1;
-      (together ? dot_strip<Planes, Planes::tokens> : dot_strip<Planes, 1>)(layout, strip, blocks, codes + t * stride,
-                                                                            stride, to, max_rows_a_call);
+      count = t + Planes::tokens <= x.tokens ? Planes::tokens : 1;
+      (count > 1 ? dot_strip<Planes, Planes::tokens> : dot_strip<Planes, 1>)(layout, strip, blocks, codes + t * stride,
+                                                                             stride, to, max_rows_a_call);
     }
   }
 }
