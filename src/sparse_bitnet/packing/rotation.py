@@ -62,16 +62,18 @@ class Rotation:
 
     def inputs(self, x: "Tensor") -> "Tensor":
         """Return H(s x), which a stored matrix multiplies; floats [..., width]."""
-        return hadamard(x.float() * self._signs(x), self.block).to(x.dtype)
-
-    def rows(self, stored: "Tensor") -> "Tensor":
-        """Return s H(row), float32, for the rows [rows, width] of a stored matrix: the matrix from before
-        the rotation."""
         import torch
 
-        # Some rows at a time: each step of the transform makes a copy of them.
-        pieces = (hadamard(piece.float(), self.block) for piece in stored.split(4096))
-        return torch.cat([piece * self._signs(piece) for piece in pieces])
+        op = hadamard if torch.is_grad_enabled() else torch.ops.sparse_bitnet.hadamard
+        return op(x.float() * self._signs(x), self.block).to(x.dtype)
+
+    def rows(self, stored: "Tensor") -> "Tensor":
+        """Return s H(row) for each stored row: the matrix before its rotation, float32 [rows, width]."""
+        import torch
+
+        op, signs = torch.ops.sparse_bitnet.hadamard, self._signs(stored)
+        # Some rows at a time: where the plain form runs, each step makes a copy of them.
+        return torch.cat([op(part.float(), self.block) * signs for part in stored.split(4096)])
 
     def _signs(self, x: "Tensor") -> "Tensor":
         import torch
