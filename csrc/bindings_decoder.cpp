@@ -361,6 +361,7 @@ void bind_decoder(nb::module_& module) {
       .def("length", used(&Decoder::length), "sequence"_a)
       .def("held", used(&Decoder::held), "sequence"_a, "length"_a,
            "Tokens that a fork at `length` would have: fewer where a recurrent state is not there.")
+      .def_prop_ro("most_states", used(&Decoder::most_states), "Recurrent states of all sequences, or 0.")
       .def_prop_ro("free_tokens", used(&Decoder::free_tokens), "Room in whole free pages.")
       .def("forward", &DecoderHandle::forward, "requests"_a, "which"_a, "logits"_a,
            "requests: [(sequence, address of int32 tokens, count)]; logits of no token, of each request's "

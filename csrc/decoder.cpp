@@ -50,8 +50,7 @@ void Decoder::State::check(const Request* requests, int count) const {
   }
   if (pages * page_tokens > cache.free_tokens()) {
     throw std::length_error("the cache has room for " + std::to_string(cache.free_tokens()) +
-                            " more tokens in whole pages, the step takes " +
-                            std::to_string(pages * page_tokens));
+                            " more tokens in whole pages, the step takes " + std::to_string(pages * page_tokens));
   }
 }
 
@@ -188,9 +187,8 @@ std::int64_t Decoder::held(int sequence, std::int64_t length) const {
   return state_->states.is_used() ? state_->states.held(sequence, length) : length;
 }
 
-std::int64_t Decoder::free_tokens() const {
-  return state_->states.is_crowded() ? 0 : state_->cache.free_tokens();
-}
+std::int64_t Decoder::most_states() const { return state_->most_states(); }
+std::int64_t Decoder::free_tokens() const { return state_->states.is_crowded() ? 0 : state_->cache.free_tokens(); }
 
 void Decoder::forward(const Request* requests, int count, Logits which, float* logits) {
   State& state = *state_;

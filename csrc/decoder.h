@@ -125,6 +125,7 @@ class Decoder {
   // A recurrent state cannot be cut back: with Gated DeltaNet, fork and truncate, and a forward that throws,
   // leave the longest length whose state is there, and `length` says which. The rest is to be fed again.
   std::int64_t held(int sequence, std::int64_t length) const;  // what a fork at `length` would have
+  std::int64_t most_states() const;  // recurrent ones, of all sequences
   std::int64_t free_tokens() const;  // tokens that fit into the free pages; 0 without a state for another sequence
 
   // Appends each request's tokens to its sequence. Logits: of the last token of each request

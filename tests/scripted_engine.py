@@ -63,7 +63,7 @@ class ScriptedSequence:
 
 class ScriptedEngine:
     page_tokens = PAGE
-    can_rewind = True
+    most_states = None
 
     def __init__(
         self,

@@ -72,6 +72,11 @@ def run(engine: Engine, *prompts: list[int], **options: Any) -> list[Generation]
 
 def test_later_prompts_start_from_a_state_that_is_there(engine: Engine) -> None:
     prefixes = PrefixCache()
+    for turn in range(3):  # of conversations that have more states than there are, by and by
+        for other in range(60, 66):
+            asked = request([other, *TOKENS[: 20 + 30 * turn]])
+            (each,) = Scheduler(engine, prefixes=prefixes).run([asked])
+            assert each.cached_tokens == (30 * turn - 17 if turn else 0)
     prompt = TOKENS[:60]
     [first] = run(engine, prompt, prefixes=prefixes)
     whole = prompt + first.tokens

@@ -103,7 +103,7 @@ class SpeculationOptions:
         lacks = None
         if not model.engine.batch_invariant:
             lacks = "the CPU engine, which does not run this model"
-        elif not model.engine.can_rewind:
+        elif model.engine.most_states:
             lacks = "a model without recurrent state, which rejected tokens would change"
         if lacks and self.draft is not None:
             raise UserError(f"--draft needs {lacks}: leave it out")
@@ -113,7 +113,7 @@ class SpeculationOptions:
             return Speculation(model.engine, most=self.speculative_tokens)
         draft = open_model(self.draft, replace(engine, engine="cpu", context_length=None))
         fault = ""
-        if not draft.engine.can_rewind:
+        if draft.engine.most_states:
             fault = "its recurrent state cannot drop rejected tokens; give a model without one"
         elif draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
             fault = (

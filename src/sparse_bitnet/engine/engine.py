@@ -45,7 +45,6 @@ class Engine(InferenceEngine):
         self.architecture: Architecture = model.architecture
         sizes = model.architecture
         super().__init__(sizes.vocab, sizes.hidden, sizes.positions, options.context_length)
-        self.can_rewind = sizes.delta_net is None
         self.head_format = choose_head(model, options.head)
         threads = options.threads or available_cores()
         try:
@@ -73,6 +72,7 @@ class Engine(InferenceEngine):
                 options.cache_tokens or self.context_length,
                 kernels,
             )
+            self.most_states = self._decoder.most_states or None
         except MemoryError as error:
             raise UserError(
                 f"{folder}: not enough memory for its weights and KV cache; lower --cache-tokens, or "

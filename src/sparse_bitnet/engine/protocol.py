@@ -98,8 +98,9 @@ class InferenceEngine(ABC):
     batch_invariant = False
     """Whether a token's logits are bit-identical whatever else is in the batch."""
 
-    can_rewind = True
-    """Whether truncated sequences need no computing again, unlike those with a recurrent state."""
+    most_states: int | None = None
+    """Maximum number of recurrent states, all sequences together; a prompt needs two. None: the model has
+    none, and sequences that are cut compute nothing again."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, positions: int, context_length: int | None

@@ -61,9 +61,9 @@ class PrefixCache:
             self._kept[best] = self._kept.pop(best)
         return best, length
 
-    def evict(self) -> bool:
-        """Close the least recently used sequence; return False if there is none."""
-        oldest = next(iter(self._kept), None)
+    def evict(self, first: EngineSequence | None = None) -> bool:
+        """Close `first` if it is kept, else the least recently used; return False if there is none."""
+        oldest = first if first in self._kept else next(iter(self._kept), None)
         if oldest is None:
             return False
         del self._kept[oldest]

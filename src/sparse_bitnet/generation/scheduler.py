@@ -33,6 +33,7 @@ from sparse_bitnet.generation.speculation import Speculation
 _log = logging.getLogger(__name__)
 
 _PREFILL_ALONE = 512
+_NO_LIMIT = 1 << 40
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share this many tokens more."""
 
@@ -237,7 +238,7 @@ class Scheduler:
             coming = shared_length(other.prompt_array, tokens)
             is_more = coming - shared >= _WORTH_WAITING or shared < coming == len(tokens)
             if is_more and coming > other.in_cache:
-                if not self._engine.can_rewind:
+                if self._engine.most_states:
                     other.slice_end = min(other.next_slice_end or coming, coming)
                 return True
         return False
@@ -253,8 +254,14 @@ class Scheduler:
                 if not self._prefixes.evict() and self._running:
                     return False
         needed = sum(self._growth(other) for other in (generation, *self._running))
-        while self._engine.free_tokens < needed and self._prefixes.evict():
-            pass
+        # Kept sequences make room, so that each prompt has two states; first the source, if the new
+        # sequence has all of its states but the latest.
+        most = (self._engine.most_states or _NO_LIMIT) // 2
+        first = source if source and source.reusable(len(source) - 1) <= shared else None
+        while self._prefixes and (
+            self._engine.free_tokens < needed or len(self._running) + len(self._prefixes) >= most
+        ):
+            self._prefixes.evict(first)
         if self._engine.free_tokens < needed:
             generation.forget()
             if self._running:

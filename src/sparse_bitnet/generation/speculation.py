@@ -134,7 +134,7 @@ class Speculation:
             draft: an engine with a smaller model of the same tokenizer; its owner closes it.
         """
         self.costs = ForwardCosts()
-        self._engine, self._most = engine, most if engine.can_rewind else 0
+        self._engine, self._most = engine, 0 if engine.most_states else most
         self._draft = draft
         self._draft_seconds = 0.0
         """Seconds that the draft model takes for a token."""
