@@ -16,6 +16,7 @@
 #include "aligned_vector.h"
 #include "attention.h"
 #include "checksum.h"
+#include "delta_net.h"
 #include "isa.h"
 #include "matmul.h"
 #include "matmul_kernels.h"
@@ -33,7 +34,7 @@ namespace {
 
 constexpr std::uint8_t poison = 0xA5;
 constexpr int y_padding = 5;
-constexpr unsigned checksum_of_floats = 0xbb36c8c0;  // of all that test_floats makes
+constexpr unsigned checksum_of_floats = 0xac1fd342;  // of all that test_floats makes
 using Memory = AlignedVector<std::uint8_t>;
 
 int failures = 0;
@@ -41,8 +42,7 @@ int failures = 0;
 // Not from choose_kernels, which asks the system for the permission to use AMX.
 const Kernels generic = {"generic", nullptr, vector_generic, matmul_generic, roofline_generic};
 
-template <class... Values>
-void expect(bool same, const char* format, Values... values) {
+template <class... Values> void expect(bool same, const char* format, Values... values) {
   if (same) return;
   ++failures;
   std::printf(format, values...);
@@ -68,8 +68,7 @@ struct Tokens {
   std::vector<std::int32_t> sums, fine_sums;
   Activations activations;
 
-  Tokens(const Kernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine,
-         std::int64_t group = 0) {
+  Tokens(const Kernels& kernels, const std::vector<float>& x, std::int64_t tokens, bool with_fine, std::int64_t group = 0) {
     const std::int64_t columns = std::int64_t(x.size()) / tokens;
     const std::int64_t stride = activation_stride(columns);
     codes.assign(tokens * stride + activation_slack, poison);
@@ -84,8 +83,7 @@ struct Tokens {
   }
 
   bool operator==(const Tokens& other) const {
-    return codes == other.codes && fine == other.fine && sums == other.sums &&
-           fine_sums == other.fine_sums &&
+    return codes == other.codes && fine == other.fine && sums == other.sums && fine_sums == other.fine_sums &&
            !std::memcmp(scales.data(), other.scales.data(), 4 * scales.size());
   }
 };
@@ -101,8 +99,7 @@ struct Weights {
   Matrix matrix;
 
   // `value` is the digit of all weights, or the byte of int8 and int4; -1: random ones.
-  Weights(Random& random, WeightFormat format, packed::Pattern pattern, std::int64_t rows,
-          std::int64_t columns, int value) {
+  Weights(Random& random, WeightFormat format, packed::Pattern pattern, std::int64_t rows, std::int64_t columns, int value) {
     const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
     const bool is_dense = format == WeightFormat::lookup || format == WeightFormat::b3;
     const std::int64_t stride = is_dense ? width : packed::divide_up(width, matrix_alignment) * matrix_alignment;
@@ -110,8 +107,7 @@ struct Weights {
     memory.assign(packed::divide_up(rows, strip) * strip * stride + matrix_alignment, poison);
     scales.resize(rows * packed::divide_up(columns, int4_group));
     for (float& scale : scales) scale = 0.01f + random.uniform() / 64;
-    std::vector<std::uint8_t> digits(packed::divide_up(columns, pattern.m) * pattern.m +
-                                     digits_size(0));
+    std::vector<std::uint8_t> digits(packed::divide_up(columns, pattern.m) * pattern.m + digits_size(0));
     for (std::int64_t r = 0; r < rows; ++r) {
       std::uint8_t* row = memory.data() + r * stride;
       std::fill(digits.begin(), digits.end(), std::uint8_t(1));
@@ -173,22 +169,18 @@ std::vector<float> product(const Kernels& kernels, ThreadPool& pool, const Weigh
 }
 
 constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
-    {WeightFormat::i2, dense},           {WeightFormat::b3, dense},
-    {WeightFormat::int8, dense},         {WeightFormat::int4, dense},
-    {WeightFormat::lookup, {2, 4}},
-    {WeightFormat::lookup, {6, 8}},      {WeightFormat::lookup, dense},
-    {WeightFormat::lookup, {3, 4, true}},
+    {WeightFormat::i2, dense},      {WeightFormat::b3, dense},       {WeightFormat::int8, dense},
+    {WeightFormat::int4, dense},    {WeightFormat::lookup, {2, 4}},  {WeightFormat::lookup, {6, 8}},
+    {WeightFormat::lookup, dense},  {WeightFormat::lookup, {3, 4, true}},
 };
 
-void compare(const Kernels& ours, ThreadPool& pool, const Weights& weights,
-             const std::vector<float>& x, std::int64_t tokens, bool fine, const float* bias,
-             std::int64_t group = 0) {
+void compare(const Kernels& ours, ThreadPool& pool, const Weights& weights, const std::vector<float>& x,
+             std::int64_t tokens, bool fine, const float* bias, std::int64_t group = 0) {
   const Tokens theirs(generic, x, tokens, fine, group), codes(ours, x, tokens, fine, group);
   expect(theirs == codes, "quantised activations: %d columns", int(weights.matrix.columns));
   const auto a = product(generic, pool, weights, theirs, bias);
   const auto b = product(ours, pool, weights, codes, bias);
-  expect(!std::memcmp(a.data(), b.data(), 4 * a.size()),
-         "format %d, pattern %d:%d, %d rows, %d columns, %d tokens, fine %d",
+  expect(!std::memcmp(a.data(), b.data(), 4 * a.size()), "format %d, pattern %d:%d, %d rows, %d columns, %d tokens, fine %d",
          int(weights.matrix.format), weights.matrix.pattern.n, weights.matrix.pattern.m,
          int(weights.matrix.rows), int(weights.matrix.columns), int(tokens), int(fine));
 }
@@ -204,8 +196,7 @@ void test_products(const Kernels& ours, Random& random) {
       for (int tokens : {1, 2, 3, 4, 7, 37}) {
         const bool fine = !is_ternary(format) && tokens % 3 != 0;
         const std::vector<float> x = random.floats(std::int64_t(tokens) * odd);
-        compare(ours, tokens == 7 ? two : one, weights, x, tokens, fine,
-                tokens % 2 ? bias.data() : nullptr);
+        compare(ours, tokens == 7 ? two : one, weights, x, tokens, fine, tokens % 2 ? bias.data() : nullptr);
       }
     }
     // The largest sums: every weight at its extreme, under activations of one sign.
@@ -283,8 +274,7 @@ void test_tables(const Kernels& ours, Random& random, std::vector<float>& result
             exact += term;
             bound += std::abs(term);
           }
-          expect(std::abs(y[i] - exact) <= 1e-6 * bound, "float table: %d rows, %d columns", rows,
-                 columns);
+          expect(std::abs(y[i] - exact) <= 1e-6 * bound, "float table: %d rows, %d columns", rows, columns);
         }
       }
     }
@@ -317,6 +307,22 @@ void test_elementwise(const VectorKernels& kernels, Random& random, std::vector<
       expect(std::abs(gate[i] - silu) <= 2e-6 * (1 + std::abs(silu)), "gated activation of %d", n);
       expect(std::abs(turned[i] - rotated) <= 4e-6 * (1 + std::abs(rotated)), "rotation of %d", n);
     }
+  }
+}
+
+// Gated DeltaNet, whose formulas tests/engine/test_delta_net.py checks.
+void test_delta_net(const VectorKernels& kernels, Random& random, std::vector<float>& results) {
+  for (std::int64_t tokens : {1, 3, 8}) {
+    const std::int64_t keys = 16 * tokens, columns = 16 * (4 - tokens % 4), stride = 2 * keys + columns;
+    std::vector<float> past = random.floats(3 * keys), weights = random.floats(4 * stride), rows = random.floats(tokens * stride);
+    results.push_back(kernels.dot(weights.data(), past.data(), 2 * keys + tokens));
+    kernels.convolve({tokens, keys, 4, weights.data(), past.data(), rows.data(), stride});
+    std::vector<float> gates(2 * tokens), state = random.floats(keys * columns), out(tokens * columns);
+    for (float& gate : gates) gate = random.uniform();
+    const float* x = rows.data();
+    kernels.delta_rule({tokens, keys, columns, x, x + keys, x + 2 * keys, stride, gates.data(), gates.data() + tokens, 1,
+                        state.data(), out.data(), columns});
+    for (const auto* each : {&rows, &state, &out}) results.insert(results.end(), each->begin(), each->end());
   }
 }
 
@@ -376,8 +382,8 @@ void test_attention(const VectorKernels& kernels, Random& random, CacheType type
   }
 }
 
-// The float kernels return the same bits everywhere; heads of more than 64, and Hadamard matrices, are compared by
-// these alone.
+// The float kernels return the same bits everywhere; heads of more than 64, Hadamard matrices and Gated DeltaNet are
+// compared by these alone.
 void test_floats(const Kernels& ours) {
   const VectorKernels& kernels = ours.vector;
   Random random{std::mt19937(2)};
@@ -397,6 +403,7 @@ void test_floats(const Kernels& ours) {
   }
   test_tables(ours, random, results);
   test_elementwise(kernels, random, results);
+  test_delta_net(kernels, random, results);
   const auto* bytes = reinterpret_cast<const std::uint8_t*>(results.data());
   const unsigned sum = crc32(bytes, 4 * std::int64_t(results.size()));
   expect(sum == checksum_of_floats, "float kernels of %s: checksum %08x", ours.isa, sum);
