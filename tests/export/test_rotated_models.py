@@ -29,8 +29,8 @@ from sparse_bitnet.packing.rotation import Rotation
 
 pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 from test_gguf_import import add_tokenizer, by_our_layout, gguf_name, write_gguf
-from test_gguf_qwen35 import Q2_0, TERNARY, grouped, stored, ternary_qwen35, write_qwen35
-from test_ternary_tables import EMBEDDING, HEAD, with_ternary_tables
+from test_gguf_qwen35 import TERNARY, grouped, stored, ternary_qwen35, write_qwen35
+from test_ternary_tables import EMBEDDING, HEAD, ternary_tables_, with_ternary_tables
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.engine import Engine
@@ -153,28 +153,33 @@ def test_a_model_trained_in_a_rotated_basis_packs(tmp_path: Path) -> None:
     assert typical_error(unquantised(tmp_path / "packed"), dense) < 1e-5
 
 
-def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path) -> None:
-    model, rotation = ternary_qwen35(128), rotation_of((256, 512, 768), 64, False, False)
+@pytest.mark.parametrize("ties", [True, False])
+def test_rotated_qwen35_keeps_the_columns_of_grouped_heads(tmp_path: Path, ties: bool) -> None:
+    model = ternary_tables_(ternary_qwen35(128, tie_word_embeddings=ties), 128)
+    rotation = rotation_of((256, 512, 768), 64, True, True)
     state = {name: value.numpy() for name, value in model.state_dict().items()}
-    folded = [stored(name, state[name])[0] for name in state if name.endswith(TERNARY)]
+    layers = [stored(name, state[name])[0] for name in state if name.endswith(TERNARY)]
+    tables = {stored(name, state[name])[0]: state[name] for name in (EMBEDDING, HEAD)[: 2 - ties]}
 
     def write(writer: Any, name: str, values: np.ndarray) -> None:
-        if name == folded[0]:
+        if name == layers[0]:
             add_keys(writer, keys)
-        Q2_0(writer, name, grouped(values) if "ssm_out" in name else values)
+            for table in tables:
+                by_our_layout("PTQ1_0", 128)(writer, table, tables[table])
+        by_our_layout("PQ2_0", 128)(writer, name, grouped(values) if "ssm_out" in name else values)
 
-    keys = keys_of(rotation, folded, gdn_v_grouped=True)
-    path = write_qwen35(tmp_path / "m.gguf", model, write, tokenizer=True)
+    keys = keys_of(rotation, [*layers, *list(tables)[1:]], gdn_v_grouped=True)
+    path = write_qwen35(tmp_path / "m.gguf", model, write, dict.fromkeys(tables), tokenizer=True)
     import_checkpoint(path, tmp_path / "packed", packed="i2", embeddings="float32")
     assert typical_error(unquantised(tmp_path / "packed"), logits(before(model, rotation))) < 1e-4
     assert_close(engine_logits(tmp_path / "packed"), logits(load_reference(tmp_path / "packed")))
     again = open_checkpoint(exported(tmp_path / "packed", "ptq1_0"))
-    assert (again.rotation, len(again.layers)) == (rotation, len(folded))
+    assert (again.rotation, len(again.layers)) == (rotation, len(layers))
     for layer in again.layers:
         np.testing.assert_array_equal(again.effective(layer), state[f"{layer}.weight"])
     keys |= {"gdn_v_grouped": False}
     with pytest.raises(UserError, match=r"not supported: .*gdn_v_grouped is not true"):
-        open_checkpoint(write_qwen35(path, model, write))
+        open_checkpoint(write_qwen35(path, model, write, dict.fromkeys(tables)))
 
 
 DAMAGED: dict[str, list[Any]] = {

@@ -29,8 +29,11 @@ TOKENS = [number * 7 % 392 for number in range(1, 40)]
 
 
 def with_ternary_tables(group: int, family: str = "qwen3", **changes: Any) -> Any:
-    """A model whose embedding and head too are ternary, a run of one row all zero."""
-    model = ternary_model(family, group, num_attention_heads=8, **changes)
+    return ternary_tables_(ternary_model(family, group, num_attention_heads=8, **changes), group)
+
+
+def ternary_tables_(model: Any, group: int) -> Any:
+    """The model, its embedding and head ternary, too, and a run of one row all zero."""
     for table in {model.model.embed_tokens.weight, model.lm_head.weight}:
         codes = torch.randint(-1, 2, table.shape).float()
         codes[3, :group] = 0
