@@ -33,8 +33,7 @@ def compiler() -> list[str]:
 
 
 def program(source: Path, temporary: pytest.TempPathFactory, name: str, command: list[str]) -> str:
-    """Return the program of one source and csrc/, whose objects are compiled once in a folder shared by
-    processes."""
+    """Return the program of one source and csrc/, whose objects are compiled once for all processes."""
     own = temporary.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     sources = [

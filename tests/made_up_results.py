@@ -54,11 +54,8 @@ def row_of(run, perplexity, **changes):
     start = 0.31 + 0.001 * config.seed
     values = {
         "name": run.name,
-        "model": config.model,
-        "format": config.format,
-        "seed": config.seed,
+        **{key: getattr(config, key) for key in ("model", "format", "seed", "steps")},
         "recipe": "",
-        "steps": config.steps,
         "tokens": config.steps * config.tokens_per_step,
         "epochs": 1.0,
         "tokens_per_weight": 1.0,

@@ -86,8 +86,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def row_name(module: str) -> str:
-    """The name in the tree: "sparse_bitnet.data.loader" -> "data", the package itself -> ""; the paper's
-    package is one row."""
+    """The name in the tree, as "data" of sparse_bitnet.data.loader; the paper's package is one row."""
     if module.split(".")[0] == PAPER:
         return PAPER
     return module.partition(".")[2].partition(".")[0]

@@ -65,8 +65,7 @@ def limit_memory(most_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Limit the remaining processor time of this process (Windows: real time, five times); 0: no
-    limit."""
+    """Limit this process's remaining processor time (Windows: real time, five times); 0: no limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
     elif seconds:

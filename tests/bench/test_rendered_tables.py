@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the README and the docs are as benchmarks/render.py renders them from the result
-files."""
+"""The tables of the README and the docs are as benchmarks/render.py renders them from results."""
 
 from pathlib import Path
 from types import ModuleType

@@ -23,7 +23,6 @@ PUBLISHED = {
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 1_543_714_304),
     "qwen2.5-3b": (2048, 11008, 36, 16, 2, 3_085_938_688),
 }
-SMALL = [name for name in PRESETS if name not in PUBLISHED]
 FORMATS = ("ternary-6:8", "ternary-8:8", "full-6:8", "full-8:8")
 
 

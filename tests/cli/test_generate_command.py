@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `generate` and `chat`: prompts from files and pipes, streaming, statistics,
-interruptions."""
+"""The commands `generate` and `chat`: prompts from files and pipes, streaming, statistics, Ctrl-C."""
 
 import io
 import signal

@@ -38,8 +38,7 @@ class Loader {
     if (descriptor_ < 0) throw std::runtime_error("cannot open the model");
   }
 
-  template <class T>
-  T next() {
+  template <class T> T next() {
     T value;
     if (!(plan_ >> value)) throw std::runtime_error("the plan is cut off");
     return value;
@@ -104,8 +103,7 @@ class Loader {
 int run(const char* plan, const char* file, const char* isa) {
   Loader from(plan, file, isa);
   Model model;
-  for (auto* size : {&model.hidden, &model.intermediate, &model.heads, &model.kv_heads, &model.head_dim,
-                     &model.vocab}) {
+  for (auto* size : {&model.hidden, &model.intermediate, &model.heads, &model.kv_heads, &model.head_dim, &model.vocab}) {
     *size = from.next<std::int64_t>();
   }
   model.norm_epsilon = from.next<float>();

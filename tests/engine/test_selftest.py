@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine without Python, cross-compiled and emulated, writes the same token ids as the engine
-here."""
+"""The engine without Python, cross-compiled and emulated, writes the token ids of the engine here."""
 
 import os
 import shutil
@@ -33,8 +32,7 @@ VECTORS = (
 
 
 def plan_of(folder: Path, kv_cache: str) -> str:
-    """Return the input of selftest.cpp, in its order: sizes, the place of each tensor in the file, what
-    to write."""
+    """Return the input of selftest.cpp in its order: sizes, places of the tensors, what to write."""
     model = open_engine_model(folder)
     shape, file, pattern = model.architecture, model.file, model.metadata.pattern
 

@@ -34,8 +34,7 @@ LINES = [
 def quick_lm_eval(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a temporary
-    folder."""
+    """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a new folder."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     cache = tmp_path_factory.getbasetemp() / "datasets"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)

@@ -38,8 +38,7 @@ def repeating(tokens, size):
 
 
 class FixedCosts(ForwardCosts):
-    """Costs that do not depend on measured time: a fixed share of the first token for each further
-    one."""
+    """Costs that no measured time changes: a fixed share of the first token for each further one."""
 
     def __init__(self, share=0.1):
         super().__init__()

@@ -87,8 +87,7 @@ inline void configure(const std::uint8_t* shape) {
 inline void multiply(int c, int a, int b, bool is_signed) {
   const std::int64_t depth = tiles.line_bytes[a] / 4;
   require(tiles.lines[c] == tiles.lines[a] && tiles.line_bytes[c] == tiles.line_bytes[b] &&
-              depth == tiles.lines[b] && c != a && c != b && a != b,
-          "tiles of a product that do not fit together");
+              depth == tiles.lines[b] && c != a && c != b && a != b, "tiles of a product that do not fit together");
   for (int m = 0; m < tiles.lines[c]; ++m) {
     for (int n = 0; n < tiles.line_bytes[c] / 4; ++n) {
       std::uint32_t sum;

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of weights against a plain numpy computation, from models and files, and the command
-`analyze`."""
+"""Counts of weights against plain numpy, from models and files, and the command `analyze`."""
 
 import json
 import re

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/responses through the `openai` client: text, tool calls, text formats, and the events of a
-stream."""
+"""/v1/responses through the `openai` client: text, tool calls, text formats, and streamed events."""
 
 import json
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `sparse-bitnet bench`, on a CPU and on a GPU. Imports nothing heavy, so that `--help` is
-immediate."""
+"""Options of `sparse-bitnet bench`, on a CPU and on a GPU. Imports nothing heavy: `--help` is quick."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

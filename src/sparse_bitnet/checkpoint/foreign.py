@@ -85,8 +85,7 @@ class ForeignFolder(Checkpoint):
             self.rotation = read_rotation(keys, where, layers=columns, tables=tables)
 
     def prepare(self) -> None:
-        """Read the format's own settings. Raises `UserError` for settings that have no counterpart
-        here."""
+        """Read the format's own settings. Raises `UserError` for settings without a counterpart."""
 
     def declared_rotation(self) -> tuple[dict[str, Any], str, str] | None:
         """Return the keys that declare rotated weights, the beginning of messages about them, and what

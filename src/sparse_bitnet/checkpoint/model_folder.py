@@ -378,8 +378,7 @@ class WeightFiles:
         return name in self.shapes
 
     def read(self, name: str, part: slice = slice(None)) -> "Tensor":
-        """Return a tensor in its stored dtype, or some of its rows. Raises `UserError` if it is
-        missing."""
+        """Return a tensor, or rows of it, in its stored dtype. Raises `UserError` if it is missing."""
         if name not in self._places:
             raise UserError(f"{self.folder} lacks {name}: the files are incomplete")
         path, stored = self._places[name]

@@ -273,8 +273,7 @@ def _read_text(path: Path, column: str | None) -> Iterator[Row]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    """Open a file; yield its decompressed bytes, and a function that counts the bytes read from the
-    file."""
+    """Open a file; yield its decompressed bytes, and a function that counts those read from it."""
     codec = {".zst": "zstd", ".gz": "gzip"}.get(path.suffix)
     if codec is None:
         with open(path, "rb") as file:

@@ -43,8 +43,7 @@ class Windows:
     """The windows of one data set, by index."""
 
     def __init__(self, dataset: TokenDataset, length: int) -> None:
-        """`length`: number of tokens that the model sees at once; the data must have one more at
-        least."""
+        """`length`: number of tokens that the model sees at once; the data must have more."""
         self.dataset, self.length = dataset, length
         self._starts = self._learnt = None
         self.learnt_ids = np.empty(0, np.uint32)

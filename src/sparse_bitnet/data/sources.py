@@ -305,8 +305,7 @@ class HubSource:
         import datasets
         import huggingface_hub
 
-        # Whatever the network, the hub client or a broken file raises, the user's question is which
-        # data set and why.
+        # Whatever the network, the hub client or a broken file raises: which data set it was, and why.
         try:
             if not os.path.isdir(self.name):
                 # One request fails at once without network, whereas load_dataset keeps trying.

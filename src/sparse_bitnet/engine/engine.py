@@ -205,8 +205,7 @@ def _activation_group(model: EngineModel, activations: str) -> int:
 def _decoder_model(
     opened: EngineModel, weights: Weights, activation_group: int
 ) -> _cpu.ModelBuilder:
-    """Return sizes, and addresses of the memory of `weights`; `activation_group`: inputs per scale, 0:
-    all."""
+    """Return sizes, and where `weights` are in memory; `activation_group`: inputs per scale, 0: all."""
     architecture, rotation = opened.architecture, opened.metadata.rotation
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
     ropes = (architecture.rope, architecture.local_rope)

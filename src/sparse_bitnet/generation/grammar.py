@@ -120,8 +120,7 @@ def json_rule(schema: Any, is_strict: bool) -> str:
 
 
 class TokenGrammars:
-    """Grammars in one model's tokens. Creating it blocks other threads, for seconds with 150,000
-    tokens."""
+    """Grammars in one model's tokens. Creating it blocks threads, for seconds with 150,000 tokens."""
 
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: frozenset[int]

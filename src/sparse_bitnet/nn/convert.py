@@ -140,8 +140,7 @@ def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
 
 def _warn_of_dense_weights(model: nn.Module, owners: set[nn.Module], dense: set[nn.Module]) -> None:
     """Warn about weight matrices, or stacks of them, in the blocks that are neither converted nor
-    `dense`; raise `UserError` if they hold most weights. Embeddings, convolutions and norms do not
-    count."""
+    `dense`, embeddings, convolutions or norms; raise `UserError` if they hold most weights."""
     in_blocks, sizes, total = _in_blocks(model), dict[str, int](), 0
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):

@@ -75,8 +75,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         self.kept: int | None = None
         self.blend = 1.0
         self.integer_forward = False
-        # The result of `select_`, and the weight's state then; scale and state at the last selection of a
-        # frozen weight.
+        # The result of `select_` and the weight's state then; a frozen weight's last scale and state.
         self.current: Selection | None = None
         self._made_for: tuple[int, int, int] | None = None
         self._frozen: tuple[Tensor | None, Any] = (None, None)

@@ -11,11 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.ops.nm_mask import nm_mask
-from sparse_bitnet.ops.select_ternary import (
-    absmean,
-    quantize_ternary,
-    select_ternary,
-)
+from sparse_bitnet.ops.select_ternary import absmean, quantize_ternary, select_ternary
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Matrix, Variant
 

@@ -22,13 +22,7 @@ from pydantic import (
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
-from sparse_bitnet.serve.messages import (
-    FunctionTool,
-    Message,
-    StrictModel,
-    Tool,
-    ignored_below,
-)
+from sparse_bitnet.serve.messages import FunctionTool, Message, StrictModel, Tool, ignored_below
 
 MOST_CHOICES = 128
 _SEEDS = 2**64
