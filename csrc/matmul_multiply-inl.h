@@ -215,6 +215,10 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
   const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
+  // For one token, 256 bits read rows of int8 from memory a sixth faster (measured on a Zen 4).
+  if constexpr (VECTOR_BYTES == 64) {
+    if (is_int8 && x.tokens == 1 && !x.tiles) return matmul_avx2.multiply(x, group_sums, product, begin, end, scratch);
+  }
   const bool fine = x.fine && is_int8;
   std::int32_t* dots = scratch.dots;
   float* sums = reinterpret_cast<float*>(dots);

@@ -44,10 +44,9 @@ INLINE Bytes first_lanes(std::int64_t count, std::integer_sequence<std::int8_t, 
 constexpr int block_bytes = 64, block_vectors = block_bytes / VECTOR_BYTES;
 constexpr int i2_planes = 4;  // byte j of a block holds the weights at j + p * (bytes of the block)
 
-// Rows of R that are multiplied at once. Halves of a line that are loaded far apart cost a sixth of the reading, and
-// rows of int8, where little is computed, are read a tenth faster one after another.
-template <int R, bool COMPUTES_LITTLE = false>
-constexpr int rows_at_once = VECTOR_BYTES == 32 || (COMPUTES_LITTLE && VECTOR_BYTES == 64) ? 1 : R;
+// Rows of R that are multiplied at once: halves of a line that are loaded far apart cost a sixth of the reading.
+template <int R>
+constexpr int rows_at_once = VECTOR_BYTES == 32 ? 1 : R;
 
 // Sums of R rows and T tokens; narrow ones are widened before small_dots more could not be added.
 template <int R, int T>
@@ -77,8 +76,7 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
       UNROLL for (int v = 0; v < block_vectors; ++v) {
         Bytes block[R];
         UNROLL for (int r = 0; r < R; ++r) {
-          const std::uint8_t* bytes =
-              row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
+          const std::uint8_t* bytes = row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
           block[r] = load_bytes(bytes);
         }
         UNROLL for (int p = 0; p < i2_planes; ++p) {
@@ -158,8 +156,7 @@ INLINE void dot_i2_rows(const Matrix& matrix, const std::uint8_t* row, const std
   for (std::int64_t v = 0; v * VECTOR_BYTES < step; ++v) {
     Bytes block[R];
     UNROLL for (int r = 0; r < R; ++r) {
-      block[r] =
-          load_bytes(row + r * matrix.row_stride + blocks * block_bytes + v * VECTOR_BYTES);
+      block[r] = load_bytes(row + r * matrix.row_stride + blocks * block_bytes + v * VECTOR_BYTES);
       if (v == 0) prefetch(row + (blocks * R + r) * block_bytes);
     }
     for (int p = 0; p < i2_planes; ++p) {
@@ -181,7 +178,7 @@ INLINE void dot_i2_rows(const Matrix& matrix, const std::uint8_t* row, const std
 template <int R, int T>
 INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row,
                           const std::int8_t* const* x, Accumulators<R, T>& a) {
-  constexpr int rows = rows_at_once<R, T <= 2>, vectors = rows > 1 ? 1 : block_vectors, places = T * rows * block_vectors;
+  constexpr int rows = rows_at_once<R>, vectors = rows > 1 ? 1 : block_vectors, places = T * rows * block_vectors;
   UNROLL for (int first = 0; first < R; first += rows, row += rows * matrix.row_stride) {
     Sums sums[T][rows][vectors] = {};
     // Whatever lies behind a row meets activations of zero.
@@ -259,7 +256,6 @@ TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int6
                                       dots + (r - begin), row_step);
   }
   for (; r < end; ++r) {
-    dot_tokens<FORMAT, 1>(matrix, matrix.data + r * matrix.row_stride, x, tokens,
-                          dots + (r - begin), row_step);
+    dot_tokens<FORMAT, 1>(matrix, matrix.data + r * matrix.row_stride, x, tokens, dots + (r - begin), row_step);
   }
 }
