@@ -13,6 +13,9 @@ from torch import nn
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.export_checkpoint import export
+from sparse_bitnet.export.export_config import ExportConfig
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, selected, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 
@@ -196,3 +199,12 @@ def test_new_weights_are_frozen_as_the_old_ones(family: str) -> None:
     left = {name for name, layer in layers.items() if not layer.weight.requires_grad}
     end = {"gpt2": ".c_fc", "moe": ".down"}[family]
     assert left == {name for name in layers if name.endswith(end)}
+
+
+@pytest.mark.parametrize("build", [gpt2, moe])
+def test_what_other_programs_lack_is_not_written(build: Any, tmp_path: Path) -> None:
+    save_pretrained(convert_(build(), "ternary-6:8"), tmp_path / "model")
+    for write in (pack_checkpoint, lambda *paths: export(*paths, ExportConfig(format="dense"))):
+        with pytest.raises(UserError, match="is one of a stack of experts, or transposed"):
+            write(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

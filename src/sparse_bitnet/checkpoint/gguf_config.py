@@ -345,7 +345,7 @@ def _expect(where: str, setting: str, value: object, expected: object) -> None:
     if value != expected:
         raise UserError(
             f"{where}: {setting}={value} is not supported by the GGUF export, which writes {expected}; "
-            "use --to bitnet"
+            "use --to dense"
         )
 
 

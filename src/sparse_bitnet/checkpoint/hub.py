@@ -110,6 +110,7 @@ class TrainedCheckpoint(Checkpoint):
         super().__init__(stored)
         folder, entry, model = stored.folder, stored.entry, self.model
         self.format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
+        linears = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
         if entry:
             self.format = read_format(entry, where=str(folder / CONFIG_FILE))
             dense = set(entry["modules_to_not_convert"])
@@ -119,6 +120,7 @@ class TrainedCheckpoint(Checkpoint):
             name: (layer.out_features, layer.in_features)
             for name, layer in sparse_layers(model).items()
         }
+        self.not_linear = next((name for name in self.layers if name not in linears), "")
         # Stored are the weights that multiply rotated inputs.
         self.rotation = Rotation.of_format(
             self.format, {width for _, width in self.layers.values()}

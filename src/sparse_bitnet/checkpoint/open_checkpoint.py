@@ -112,7 +112,8 @@ def find_checkpoint(path: str | Path) -> StoredModel:
 def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
     """Find a stored model as `find_checkpoint` does, of one of these kinds (default: any), and open it.
 
-    Raises `UserError` also for a checkpoint that is incomplete, damaged or of another kind.
+    Raises `UserError` also for a checkpoint that is incomplete, damaged or of another kind; with
+    `kinds`, also for layers that packed and exported models have no place for.
     """
     stored = find_checkpoint(path)
     if not stored.reader or (kinds and stored.kind not in kinds):
@@ -120,7 +121,13 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
     if isinstance(stored, Checkpoint):
         return stored
     module, _, name = stored.reader.partition(".")
-    return getattr(importlib.import_module(f"sparse_bitnet.checkpoint.{module}"), name)(stored)
+    opened = getattr(importlib.import_module(f"sparse_bitnet.checkpoint.{module}"), name)(stored)
+    if kinds and opened.not_linear:
+        raise UserError(
+            f"{opened.folder}: {opened.not_linear} is one of a stack of experts, or transposed: "
+            "`pack` and `export` do not support that, `generate` runs it with --engine transformers"
+        )
+    return opened
 
 
 def open_ternary(path: str | Path) -> Checkpoint:

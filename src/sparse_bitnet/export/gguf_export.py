@@ -211,7 +211,7 @@ def _scale(weight_scale: Tensor, layer: str, block: BlockType) -> np.ndarray:
     if block is not I2_S and far.any():
         raise UserError(
             f"layer {layer}: its weight scale {scale[far][0]:.3g} is out of range for the float16 of "
-            f"{block.name}; use --to bitnet"
+            f"{block.name}; use --to dense"
         )
     return scale
 
