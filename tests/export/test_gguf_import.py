@@ -20,7 +20,7 @@ from sparse_bitnet.checkpoint.checkpoint import embedding_weights, linear_shapes
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer, write_tokenizer
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint, open_checkpoint
 from sparse_bitnet.cli.evaluate import main as evaluate
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.preparation import prepare
@@ -33,7 +33,7 @@ from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.packing.gguf_blocks import READ_TYPES
-from sparse_bitnet.training.distillation import Teacher, fingerprint
+from sparse_bitnet.training.distillation import Teacher
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 Kind = gguf.GGMLQuantizationType

@@ -51,12 +51,15 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_continues(
     assert metrics[0].read_bytes() == metrics[1].read_bytes()
 
 
-def test_other_data_is_refused(small_run, prepared, tmp_path):
+@pytest.mark.parametrize(
+    ("new", "what"), [('"content": "0', "other data"), ('"teacher": 0, "content": "', "teacher")]
+)
+def test_other_data_or_another_teacher_is_refused(small_run, prepared, tmp_path, new, what):
     config = small_run()
     state = interrupted(config, 3) / "state.json"
-    state.write_text(state.read_text().replace('"content": "', '"content": "0'))
+    state.write_text(state.read_text().replace('"content": "', new))
     before = (Path(config.out) / "config.json").read_text()
-    with pytest.raises(UserError, match="other data"):
+    with pytest.raises(UserError, match=what):
         train(dataclasses.replace(config, validation_every=1))
     assert (Path(config.out) / "config.json").read_text() == before
 

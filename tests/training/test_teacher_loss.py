@@ -16,6 +16,7 @@ from small_runs import losses
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
+from sparse_bitnet.checkpoint.open_checkpoint import fingerprint
 from sparse_bitnet.cli.train import distill
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
@@ -24,7 +25,7 @@ from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import distillation as teacher_module
 from sparse_bitnet.training.config import read_config
-from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher, fingerprint
+from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher
 from sparse_bitnet.training.loss import hidden_states
 from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.reconstruction import reconstruct_
@@ -118,6 +119,8 @@ def test_a_run_with_a_teacher_learns(
     of_run = Teacher(config.out, torch.float32, CPU, VOCAB)
     torch.testing.assert_close(of_run.model.state_dict(), student.state_dict(), rtol=0, atol=0)
     assert fingerprint(config.out) == fingerprint(f"{config.out}/final")
+    for state in Path(config.out).glob("checkpoints/*/state.json"):
+        assert json.loads(state.read_text())["data"]["teacher"] == fingerprint(folder)
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(

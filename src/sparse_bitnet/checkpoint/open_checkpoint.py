@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a stored model by the name that a user gives: the one entry point of every command."""
 
+import hashlib
 import importlib
 from pathlib import Path
 
@@ -139,6 +140,17 @@ def open_ternary(path: str | Path) -> Checkpoint:
             "formats do not store: `sparse-bitnet export --to dense` writes them for other tools"
         )
     return checkpoint
+
+
+def fingerprint(path: str) -> str:
+    """Return 16 hexadecimal digits that identify a model's config and weights."""
+    folder, content = find_checkpoint(path).folder, hashlib.blake2b(digest_size=8)
+    weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    for file in [folder] if folder.is_file() else sorted([folder / "config.json", *weights]):
+        with os_errors_as(f"cannot read {file}"), open(file, "rb") as opened:
+            while block := opened.read(1 << 24):
+                content.update(block)
+    return content.hexdigest()
 
 
 _REFUSED = {"foreign": "is not importable", "packed": "is not packed"}

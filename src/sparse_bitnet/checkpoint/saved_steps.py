@@ -103,7 +103,7 @@ def write_state(
 
 
 def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
-    """Raise `UserError` for a checkpoint of another version, or of other data."""
+    """Raise `UserError` for a checkpoint of another version, other data or another teacher."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_bytes())
     if (version := state.get("version")) != CHECKPOINT_VERSION:
@@ -111,7 +111,11 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
             f"{path}: checkpoint version {version}, this release reads {CHECKPOINT_VERSION}; continue "
             "the run with the release that wrote it"
         )
-    if state.get("data") != data_identity:
+    stored, teacher = state.get("data"), data_identity.get("teacher")
+    was = stored.get("teacher", teacher) if isinstance(stored, dict) else teacher
+    if was != teacher:
+        raise UserError(f"{path}: written with another teacher; use that one or a new --out")
+    if stored != {k: v for k, v in data_identity.items() if k != "teacher" or k in stored}:
         raise UserError(
             f"{path}: written while training on other data; use its data or a new --out"
         )

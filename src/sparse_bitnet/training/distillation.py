@@ -16,7 +16,6 @@ Logits are stored as log-probabilities (less their logsumexp). Parts are written
 interrupted call resumes, and a longer run with the same data order adds parts.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from zlib_ng import zlib_ng
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
@@ -214,6 +213,11 @@ def find_teacher(
     """
     if config.teacher is None:
         return None
+    if getattr(student.get_output_embeddings(), "bias", None) is not None:
+        raise UserError(
+            f"distillation does not support an output head with a bias ({type(student).__name__}): use "
+            "`train --init`"
+        )
     stored = find_checkpoint(config.teacher)
     own, theirs = (
         model.get_output_embeddings().weight.shape[0] for model in (student, stored.model)
@@ -229,17 +233,6 @@ def find_teacher(
     if config.logit_cache is not None:
         return LogitCache(config, loader, rows)
     return Teacher(config.teacher, dtype, device, rows)
-
-
-def fingerprint(teacher: str) -> str:
-    """Return 16 hexadecimal digits that identify a model's config and weights."""
-    folder, content = find_checkpoint(teacher).folder, hashlib.blake2b(digest_size=8)
-    weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-    for path in [folder] if folder.is_file() else sorted([folder / "config.json", *weights]):
-        with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                content.update(block)
-    return content.hexdigest()
 
 
 class DistillationLoss(SummedLoss):
@@ -260,10 +253,6 @@ class DistillationLoss(SummedLoss):
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
         self._divergence = torch.zeros((), dtype=torch.float64)
-        if getattr(model.get_output_embeddings(), "bias", None) is not None:
-            raise UserError(
-                f"distillation does not support an output head with a bias ({type(model).__name__})"
-            )
 
     def of_teacher(self) -> SummedLoss | None:
         """Return the teacher's own loss; None for a teacher whose logits are cached."""

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.data.chat import check_template, end_of_turn_tokens
 from sparse_bitnet.errors import UserError, library_errors_as, os_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
-from sparse_bitnet.training.distillation import fingerprint
 
 USER_TURN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 256}
 ANSWER: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0}
@@ -63,12 +62,12 @@ def write_conversations(
         return
     batch = last = rows[-1][0] if rows else 0
     rows = [row for row in rows if row[0] < batch]
-    write_atomic(path, b"".join(line for *_, line in rows))
     turns, dropped = {turn for _, turn, _ in rows}, {"repeated": 0, "too long": 0, "empty": 0}
     model: Any = stored.load(dtype=resolve_dtype("auto", place)).eval().to(place)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30)
     if len(tokenizer(opening)["input_ids"]) + USER_TURN["max_tokens"] + max_tokens > most:
         raise UserError(f"{teacher} has {most:,} positions, too few for a conversation")
+    write_atomic(path, b"".join(line for *_, line in rows))
     # A model's own settings, such as a repetition penalty, would change its distribution.
     model.generation_config = type(model.generation_config)()
     with Progress(plain_lines=20) as display:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
 from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
@@ -179,6 +179,9 @@ class Trainer:
             self._check_learnt()
             teacher = find_teacher(config, self.model, self.loader, self.dtype, self.device)
             self.cache = teacher if isinstance(teacher, LogitCache) else None
+            identity = text.identity()
+            if config.teacher:
+                identity["teacher"] = fingerprint(config.teacher)
             if teacher and whole and not list_checkpoints(self.run):
                 where = self.dtype, self.device
                 start_from_teacher_(whole, teacher, config, text, *where, alone=world.size == 1)
@@ -202,7 +205,7 @@ class Trainer:
         self.shards = sharded(self.layers.values())
         self.optimizer = build_optimizer(self.model, config)
         self.checkpoints = RunCheckpoints(
-            config, world, self.model, self.optimizer, files=files, data_identity=text.identity()
+            config, world, self.model, self.optimizer, files=files, data_identity=identity
         )
         self.start = self.checkpoints.restore()
         world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
