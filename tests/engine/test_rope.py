@@ -121,9 +121,12 @@ def test_rope_fields_are_read_as_transformers_reads_them(
         ({"rope_theta": 1e-300}, "rope_theta is 1e-300, not a positive|not finite"),
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "not finite"),
         ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 5e-324}}, "not finite"),
-        (
-            {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 1e308}},
-            "attention_factor is 1e[+]308, not a positive number",
+        *(
+            ({"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": x}}, message)
+            for x, message in (
+                (1e308, "factor is 1e[+]308, not a positive"),
+                (0, "factor is 0, not"),
+            )
         ),
         ({"rope_theta": 1e4, "rope_scaling": [1]}, "not a table"),
         ({"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}}, "whole heads"),

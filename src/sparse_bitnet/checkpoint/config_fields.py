@@ -204,6 +204,9 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     kinds = [] if types is None else types
     if not isinstance(kinds, list):
         raise UserError(f"{where}: layer_types is {shown(types)}, not a list")
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    if types is not None and len(kinds) != layers:
+        raise UserError(f"{where}: layer_types are {len(kinds)}, num_hidden_layers is {layers}")
     if model_type not in ("mistral", GEMMA3) and not config.get("use_sliding_window"):
         if WINDOWED in kinds:
             raise UserError(f"{where}: layer_types has {WINDOWED}, use_sliding_window is not set")
@@ -214,11 +217,8 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     if not is_set or (kinds and WINDOWED not in kinds):
         return ()
     window = fields.size("sliding_window", _WINDOW, most=MOST_POSITIONS)
-    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     first = 0 if model_type == "mistral" else config.get("max_window_layers", _UNWINDOWED)
     if kinds:
-        if len(kinds) != layers:
-            raise UserError(f"{where}: layer_types are {len(kinds)}, num_hidden_layers is {layers}")
         has_window = [kind == WINDOWED for kind in kinds]
     elif model_type == GEMMA3:
         has_window = gemma_windows(layers, fields.size("sliding_window_pattern", _EVERY))

@@ -363,7 +363,7 @@ def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, 
     """Return YaRN's rope (arXiv 2309.00071): slow dimensions are interpolated, quick ones kept."""
     context = numbers["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings")
-    if numbers.is_set("factor") or not isinstance(longest, int):
+    if numbers.values.get("factor") is not None or not isinstance(longest, int):
         factor = numbers["factor"]
     else:
         factor = longest / context
@@ -371,7 +371,7 @@ def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, 
     def magnitude(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
-    if numbers.is_set("attention_factor"):
+    if numbers.values.get("attention_factor") is not None:
         scaling = numbers["attention_factor"]
     elif numbers.is_set("mscale") and numbers.is_set("mscale_all_dim"):
         scaling = magnitude(numbers["mscale"]) / magnitude(numbers["mscale_all_dim"])
