@@ -170,14 +170,7 @@ def _values(row, at, features):
 
 @triton.jit
 def _quantize(
-    x,
-    codes,
-    scale,
-    features,
-    columns,
-    M: tl.constexpr,
-    WINDOWS: tl.constexpr,
-    QUADS: tl.constexpr,
+    x, codes, scale, features, columns, M: tl.constexpr, WINDOWS: tl.constexpr, QUADS: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     row = x + token * features
