@@ -111,11 +111,10 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
             f"{path}: checkpoint version {version}, this release reads {CHECKPOINT_VERSION}; continue "
             "the run with the release that wrote it"
         )
-    stored, teacher = state.get("data"), data_identity.get("teacher")
-    was = stored.get("teacher", teacher) if isinstance(stored, dict) else teacher
-    if was != teacher:
+    stored, teacher = dict(state.get("data") or {}), data_identity.get("teacher")
+    if stored.setdefault("teacher", teacher) != teacher:
         raise UserError(f"{path}: written with another teacher; use that one or a new --out")
-    if stored != {k: v for k, v in data_identity.items() if k != "teacher" or k in stored}:
+    if stored != {"teacher": None, **data_identity}:
         raise UserError(
             f"{path}: written while training on other data; use its data or a new --out"
         )

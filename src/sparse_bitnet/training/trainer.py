@@ -178,10 +178,11 @@ class Trainer:
                 distributed.check_splits(self.model)
             self._check_learnt()
             teacher = find_teacher(config, self.model, self.loader, self.dtype, self.device)
-            self.cache = teacher if isinstance(teacher, LogitCache) else None
+            self.cache = cache = teacher if isinstance(teacher, LogitCache) else None
             identity = text.identity()
             if config.teacher:
-                identity["teacher"] = fingerprint(config.teacher)
+                made = cache.identity if cache else {"teacher": fingerprint(config.teacher)}
+                identity["teacher"] = made["teacher"]
             if teacher and whole and not list_checkpoints(self.run):
                 where = self.dtype, self.device
                 start_from_teacher_(whole, teacher, config, text, *where, alone=world.size == 1)
