@@ -11,10 +11,7 @@ from sparse_bitnet.errors import reason_of
     [
         ("not found\nat line 5", "not found"),
         ("\n  late  start\nmore", "late start"),
-        (
-            "Validation error for x:\n  it is no number\nmore",
-            "Validation error for x: it is no number",
-        ),
+        ("Validation error for x:\n  no number\nmore", "Validation error for x: no number"),
         ("", "RuntimeError"),
         (" \n ", "RuntimeError"),
         ("a" * 400, "a" * 300 + "..."),

@@ -277,19 +277,13 @@ ASKED = {"role": "user", "content": "one?"}
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (
-            {"conversations": SHAREGPT, "system": "and"},
-            "<|system|>and|<|user|>one?|<|assistant|>two|",
-        ),
+        ({"conversations": SHAREGPT, "system": "x"}, "<|system|>x|<|user|>one?|<|assistant|>two|"),
         ({"messages": json.dumps(conversation("one?", "two"))}, "<|user|>one?|<|assistant|>two|"),
         (
             {"messages": [{"role": "user", "content": PARTS}, conversation("", "two")[1]]},
             "<|user|>one?|<|assistant|>two|",
         ),
-        (
-            {"instruction": "one", "input": "and", "output": "two"},
-            "<|user|>one\nand|<|assistant|>two|",
-        ),
+        ({"instruction": "one", "input": "x", "output": "two"}, "<|user|>one\nx|<|assistant|>two|"),
         (
             {"instruction": "one", "input": "", "output": "two", "history": [["three", "is"]]},
             "<|user|>three|<|assistant|>is|<|user|>one|<|assistant|>two|",

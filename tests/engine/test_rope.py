@@ -122,11 +122,11 @@ def test_rope_fields_are_read_as_transformers_reads_them(
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "not finite"),
         ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 5e-324}}, "not finite"),
         *(
-            ({"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": x}}, message)
-            for x, message in (
-                (1e308, "factor is 1e[+]308, not a positive"),
-                (0, "factor is 0, not"),
+            (
+                {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": value}},
+                f"attention_factor is {shown}, not a positive number",
             )
+            for value, shown in ((1e308, "1e[+]308"), (0, "0"))
         ),
         ({"rope_theta": 1e4, "rope_scaling": [1]}, "not a table"),
         ({"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}}, "whole heads"),

@@ -458,9 +458,9 @@ def test_a_folder_that_has_a_gguf_file_alone_names_it(
     [
         (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(2, "f4")), "is not the one scale"),
         (lambda w: w.add_tensor("blk.0.attn_norm.scale", np.ones(1, "f4")), "is not supported"),
-        (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f4")), "supported rope scaling"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f")), "no supported rope scaling"),
         (lambda w: w.add_uint32("qwen2.rope.dimension_count", 8), "rotates all values of a head"),
-        (lambda w: w.add_float32("qwen2.rope.scaling.attn_factor", 2.0), "factor = 2.0 is not"),
+        (lambda w: w.add_float32("qwen2.rope.scaling.attn_factor", 2), "attn_factor = 2.0 is not"),
         (lambda w: w.add_string("qwen2.rope.scaling.type", "longrope"), "'longrope' is not"),
         (lambda w: w.add_token_list(["a"] * 1000), "1000 tokens, but rows of token_embd.weight"),
         (lambda w: w.add_uint64("qwen2.attention.key_length", 1 << 40), "is above"),

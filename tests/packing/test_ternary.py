@@ -59,10 +59,7 @@ def test_floats_that_are_not_ternary_give_none() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda codes, scales: (codes + 1, scales),
-            "layer one is not ternary: it has codes from 0 to 2",
-        ),
+        (lambda c, s: (c + 1, s), "layer one is not ternary: it has codes from 0 to 2"),
         (
             lambda codes, scales: (codes, scales * float("nan")),
             "layer one: its weight scale is not finite",

@@ -159,10 +159,7 @@ def test_slow_grammars_delay_no_other_requests(client, monkeypatch):
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "not"),
         ({"guided_json": {"type": "string", "pattern": "(" * 5000}}, "grammar cannot be satisfied"),
-        (
-            {"guided_json": {"anyOf": [{"const": str(i)} for i in range(30_000)]}},
-            "schema too large",
-        ),
+        ({"guided_json": {"anyOf": [{"const": str(i)} for i in range(30000)]}}, "schema too large"),
     ],
 )
 def test_invalid_grammars_are_refused(client, more, message):
