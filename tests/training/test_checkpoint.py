@@ -52,12 +52,13 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_continues(
 
 
 @pytest.mark.parametrize(
-    ("new", "what"), [('"content": "0', "other data"), ('"teacher": 0, "content": "', "teacher")]
+    ("old", "new", "what"),
+    [('"content": "', '"content": "0', "other data"), (": null", ": 0", "another teacher")],
 )
-def test_other_data_or_another_teacher_is_refused(small_run, prepared, tmp_path, new, what):
+def test_other_data_or_another_teacher_is_refused(small_run, prepared, tmp_path, old, new, what):
     config = small_run()
     state = interrupted(config, 3) / "state.json"
-    state.write_text(state.read_text().replace('"content": "', new))
+    state.write_text(state.read_text().replace(old, new))
     before = (Path(config.out) / "config.json").read_text()
     with pytest.raises(UserError, match=what):
         train(dataclasses.replace(config, validation_every=1))

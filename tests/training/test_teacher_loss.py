@@ -121,6 +121,14 @@ def test_a_run_with_a_teacher_learns(
     assert fingerprint(config.out) == fingerprint(f"{config.out}/final")
     state, *_ = Path(config.out).glob("checkpoints/*/state.json")
     assert json.loads(state.read_text())["data"]["teacher"] == fingerprint(folder)
+    tiny_model(family, seed=1, vocab_size=VOCAB).save_pretrained(folder)
+    with pytest.raises(UserError, match="holds a run with another teacher; use it or choose"):
+        train(config)
+    (Path(config.out) / "result.json").unlink()
+    with pytest.raises(
+        UserError, match="written with another teacher; use that one or a new --out"
+    ):
+        train(config)
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
@@ -206,7 +214,7 @@ def test_an_unfinished_cache_resumes(
         config = distil(**{**options, **changes})
         dataset = TokenDataset.open(config.data, split)
         loader = TokenLoader(dataset, sequence_length=32, batch_size=4, seed=config.data_seed)
-        return LogitCache(config, loader, VOCAB)
+        return LogitCache(config, fingerprint(config.teacher), loader, VOCAB)
 
     monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", 1 << 17)
     monkeypatch.setattr("sparse_bitnet.training.distillation.default_chunk_tokens", lambda _: 100)

@@ -111,10 +111,10 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
             f"{path}: checkpoint version {version}, this release reads {CHECKPOINT_VERSION}; continue "
             "the run with the release that wrote it"
         )
-    stored, teacher = dict(state.get("data") or {}), data_identity.get("teacher")
-    if stored.setdefault("teacher", teacher) != teacher:
+    stored = {"teacher": data_identity["teacher"], **(state.get("data") or {})}
+    if stored["teacher"] != data_identity["teacher"]:
         raise UserError(f"{path}: written with another teacher; use that one or a new --out")
-    if stored != {"teacher": None, **data_identity}:
+    if stored != data_identity:
         raise UserError(
             f"{path}: written while training on other data; use its data or a new --out"
         )

@@ -27,7 +27,7 @@ from torch import Tensor
 from zlib_ng import zlib_ng
 
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
@@ -85,8 +85,10 @@ class Teacher:
 class LogitCache:
     """The teacher's top logits of the windows that a run trains on, on disk."""
 
-    def __init__(self, config: TrainConfig, loader: TokenLoader, vocab_size: int) -> None:
-        """Open the folder; nothing is written before `fill`.
+    def __init__(
+        self, config: TrainConfig, fingerprint: str, loader: TokenLoader, vocab_size: int
+    ) -> None:
+        """Open the folder; nothing is written before `fill`. `fingerprint`: the teacher's fingerprint.
 
         Raises `UserError` when the folder holds another cache, or other files.
         """
@@ -107,7 +109,7 @@ class LogitCache:
         self.windows = min(loader.windows, self.parts * self.per_part)
         self.identity = {
             "version": VERSION,
-            "teacher": fingerprint(config.teacher),
+            "teacher": fingerprint,
             "data": loader.dataset.identity(),
             "data_seed": loader.seed,
             "sequence_length": length,
@@ -202,12 +204,14 @@ class LogitCache:
 
 def find_teacher(
     config: TrainConfig,
+    fingerprint: str,
     student: "PreTrainedModel",
     loader: TokenLoader,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Teacher | LogitCache | None:
     """Return a run's teacher, or the cache of its logits, which the caller must `fill`; None without one.
+    `fingerprint`: the teacher's fingerprint.
 
     Raises `UserError` for a teacher that does not fit the student, and a cache of another one.
     """
@@ -231,7 +235,7 @@ def find_teacher(
     # With the same tokenizer, the larger head is padded.
     loader.dataset.check_vocab(rows := min(own, theirs))
     if config.logit_cache is not None:
-        return LogitCache(config, loader, rows)
+        return LogitCache(config, fingerprint, loader, rows)
     return Teacher(config.teacher, dtype, device, rows)
 
 

@@ -62,7 +62,7 @@ class RunResult:
     flip_rate: float | None
     zero_fraction: float
     data: dict[str, Any]
-    """`TokenDataset.identity` of each split."""
+    """`TokenDataset.identity` of each split, and the `fingerprint` of the teacher."""
 
 
 class Interrupted(Exception):
@@ -104,9 +104,12 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
         return None
     try:
         result = RunResult(**read_json(path))
+        known = {"teacher": data["teacher"], **result.data}
     except TypeError as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    if result.data != data:
+    if known["teacher"] != data["teacher"]:
+        raise UserError(f"{run} holds a run with another teacher; use it or choose another --out")
+    if known != data:
         raise UserError(f"{run} holds a run on other data; use its data or choose another --out")
     return result
 

@@ -99,17 +99,18 @@ def train(
         with world.agreed():
             text = TokenDataset.open(config.data, "train", verify=world.is_main)
             held_out = held_out_windows(config, verify=world.is_main)
-        finished = world.on_main(lambda: _take_folder(config, text, held_out, held))
-        if finished is not None:
+        data = world.on_main(lambda: _identity(config, text, held_out))
+        if finished := world.on_main(lambda: _take_folder(config, text, data, held)):
             return finished
-        return Trainer(config, text, held_out, world, on_step, on_sample, progress).run_to_end()
+        run = Trainer(config, text, held_out, data, world, on_step, on_sample, progress)
+        return run.run_to_end()
 
 
 def _take_folder(
-    config: TrainConfig, text: TokenDataset, held_out: Windows, held: ExitStack
+    config: TrainConfig, text: TokenDataset, data: dict[str, Any], held: ExitStack
 ) -> RunResult | None:
     """Lock the run folder for this process until `held` ends; return the result of a finished run."""
-    run, data = Path(config.out), _identity(text, held_out)
+    run = Path(config.out)
     if (finished := check_run(run, config, data)) is not None:
         return finished
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -127,8 +128,9 @@ def _take_folder(
     return None
 
 
-def _identity(text: TokenDataset, held_out: Windows) -> dict[str, Any]:
-    return {each.split: each.identity() for each in (text, held_out.dataset)}
+def _identity(config: TrainConfig, text: TokenDataset, held_out: Windows) -> dict[str, Any]:
+    teacher = config.teacher and fingerprint(config.teacher)
+    return {"teacher": teacher} | {each.split: each.identity() for each in (text, held_out.dataset)}
 
 
 class Trainer:
@@ -142,6 +144,7 @@ class Trainer:
         config: TrainConfig,
         text: TokenDataset,
         held_out: Windows,
+        data: dict[str, Any],
         world: World,
         on_step: OnStep | None = None,
         on_sample: Callable[[int, str], None] | None = None,
@@ -152,7 +155,7 @@ class Trainer:
         Raises `UserError` for a config that cannot be trained, before anything is written.
         """
         self.config, self.run, self.world, self.on_step = config, Path(config.out), world, on_step
-        self.held_out, self.data = held_out, _identity(text, held_out)
+        self.held_out, self.data = held_out, data
         self.format = schedule.format_of(config)
         self.on_sample = on_sample if config.init and world.mesh is None else None
         self.progress = (world.is_main and progress) or Progress()  # not started, it shows nothing
@@ -177,14 +180,11 @@ class Trainer:
                     raise UserError("lora trains in one process: leave out torchrun")
                 distributed.check_splits(self.model)
             self._check_learnt()
-            teacher = find_teacher(config, self.model, self.loader, self.dtype, self.device)
-            self.cache = cache = teacher if isinstance(teacher, LogitCache) else None
-            identity = text.identity()
-            if config.teacher:
-                made = cache.identity if cache else {"teacher": fingerprint(config.teacher)}
-                identity["teacher"] = made["teacher"]
+            identity = {**data["train"], "teacher": data["teacher"]}
+            where = self.dtype, self.device
+            teacher = find_teacher(config, data["teacher"], self.model, self.loader, *where)
+            self.cache = teacher if isinstance(teacher, LogitCache) else None
             if teacher and whole and not list_checkpoints(self.run):
-                where = self.dtype, self.device
                 start_from_teacher_(whole, teacher, config, text, *where, alone=world.size == 1)
             self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self.model.train()
