@@ -78,8 +78,9 @@ class TextTokenizer:
         Raises `UserError` for half a character (a lone surrogate), which UTF-8 has no bytes for, and for
         a text that the tokenizer cannot encode.
         """
+        with library_errors_as("the text cannot be written as UTF-8"):
+            text.encode()
         with library_errors_as("the model's tokenizer.json cannot encode this text"):
-            text.encode()  # names half a character; the tokenizer would not
             # Encoding a batch, unlike a single text, lets other threads run.
             (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
