@@ -209,6 +209,9 @@ void test_products(const Kernels& ours, Random& random) {
       }
     }
   }
+  // The last token is alone in its call where a matrix unit multiplies many long rows.
+  const Weights weights(random, WeightFormat::int8, dense, 300, 2112, -1);
+  compare(ours, one, weights, random.floats(257 * 2112), 257, true, nullptr);
 }
 
 void test_groups(const Kernels& ours, Random& random) {
