@@ -118,3 +118,10 @@ def codes_of(rows: int, columns: int, seed: int) -> "torch.Tensor":
 @pytest.fixture(scope="session")
 def random_codes() -> Callable[[int, int, int], "torch.Tensor"]:
     return codes_of
+
+
+@pytest.fixture
+def client(served: Any) -> Iterator[Any]:
+    """An OpenAI client of the server that the module's fixture `served` runs."""
+    with served.client() as opened:
+        yield opened

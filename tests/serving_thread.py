@@ -27,6 +27,13 @@ TEMPLATE = (
 END = 256
 
 
+def number_tokenizer(size: int) -> Tokenizer:
+    """Return a tokenizer whose tokens' texts are their numbers, each followed by a space."""
+    tokenizer = Tokenizer(models.WordLevel({f"{i} ": i for i in range(size)}, unk_token="0 "))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
 def byte_tokenizer() -> TextTokenizer:
     """Return a tokenizer with one token per byte, and a special token `END` that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

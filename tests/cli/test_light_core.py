@@ -10,12 +10,11 @@ import venv
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from benchmark_scripts import load_script
 from one_process import run_commands
 from packed_models import make_packed
-from serving_thread import TEMPLATE
+from serving_thread import TEMPLATE, number_tokenizer
 from sparse_bitnet.cli.main import OF_TRAIN
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
@@ -98,9 +97,7 @@ def test_installed_wheel_does_the_same(tmp_path_factory):
 
 def check_core(tmp_path, python, prelude):
     folder = make_packed(tmp_path, vocab_size=257, max_position_embeddings=1024)
-    numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(257)}, unk_token="0 "))
-    numbers.decoder = decoders.Fuse()
-    numbers.save(str(folder / "tokenizer.json"))
+    number_tokenizer(257).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     train_tokenizer(["some text " * 100], 257).save_pretrained(folder.parent / "trained")
     export(folder.parent / "trained", tmp_path / "gguf", ExportConfig(format="gguf-tq2_0"))

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from scripted_engine import ScriptedEngine, greedy, logits_after
+from serving_thread import number_tokenizer
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling_options import SamplingOptions
@@ -23,10 +23,7 @@ LONG = 30.0
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Each token's text is its number and a space."""
-    tokenizer = Tokenizer(models.WordLevel({f"{i} ": i for i in range(VOCAB)}, unk_token="0 "))
-    tokenizer.decoder = decoders.Fuse()
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(number_tokenizer(VOCAB))
 
 
 @contextmanager

@@ -6,11 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from packed_models import make_packed
 from scripted_engine import ScriptedEngine, logits_after
-from serving_thread import END, byte_tokenizer
+from serving_thread import END, byte_tokenizer, number_tokenizer
 from sparse_bitnet.cli import generate
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
@@ -27,9 +26,7 @@ GREEDY = SamplingOptions(temperature=0)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = Tokenizer(models.WordLevel({f"{i} ": i for i in range(VOCAB)}, unk_token="0 "))
-    tokenizer.decoder = decoders.Fuse()
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(number_tokenizer(VOCAB))
 
 
 def repeating(tokens, size):
@@ -195,13 +192,11 @@ def test_draft_model_is_used_where_the_text_does_not_repeat(request_of):
 
 def test_command_speculates_and_refuses_unfit_draft_models(tmp_path, capsys):
     folder = make_packed(tmp_path, vocab_size=257, max_position_embeddings=256)
-    numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(257)}, unk_token="0 "))
-    numbers.decoder = decoders.Fuse()
-    numbers.save(str(folder / "tokenizer.json"))
+    number_tokenizer(257).save(str(folder / "tokenizer.json"))
     other, draft = tmp_path / "other", tmp_path / "draft"
     for copy in (other, draft):
         shutil.copytree(folder, copy)
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(other / "tokenizer.json"))
+    number_tokenizer(1).save(str(other / "tokenizer.json"))
     run = [str(folder), "--prompt", "1 2", "--threads", "1", "--weight-format", "i2"]
     run += ["--max-tokens", "60", "--temperature", "0"]
     texts = []

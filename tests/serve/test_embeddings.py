@@ -77,12 +77,6 @@ def served():
         yield running
 
 
-@pytest.fixture
-def client(served):
-    with served.client() as opened:
-        yield opened
-
-
 def test_many_texts_leave_room_for_a_chat(client):
     messages = [{"role": "user", "content": "go on"}]
     chat = {"model": "scripted", "messages": messages, "temperature": 0, "max_tokens": 40}

@@ -26,12 +26,6 @@ def served():
         yield running
 
 
-@pytest.fixture
-def client(served):
-    with served.client() as opened:
-        yield opened
-
-
 TOKENIZER = byte_tokenizer()
 
 

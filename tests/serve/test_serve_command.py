@@ -9,10 +9,9 @@ import sys
 import numpy as np
 import openai
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from packed_models import make_packed
-from serving_thread import TEMPLATE
+from serving_thread import TEMPLATE, number_tokenizer
 from sparse_bitnet.cli.serve import ServeConfig
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
@@ -33,9 +32,7 @@ def folder(tmp_path_factory):
     """A packed model, random; the text of a token is its number."""
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 512, "initializer_range": 1.0}
     packed = make_packed(tmp_path_factory.mktemp("served"), **sizes)
-    numbers = Tokenizer(models.WordLevel({f"{i} ": i for i in range(VOCAB)}, unk_token="0 "))
-    numbers.decoder = decoders.Fuse()
-    numbers.save(str(packed / "tokenizer.json"))
+    number_tokenizer(VOCAB).save(str(packed / "tokenizer.json"))
     (packed / "chat_template.jinja").write_text(TEMPLATE)
     return packed
 

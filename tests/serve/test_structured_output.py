@@ -36,12 +36,6 @@ def served():
         yield running
 
 
-@pytest.fixture
-def client(served):
-    with served.client() as opened:
-        yield opened
-
-
 def chat(client, **more):
     more = {"max_tokens": 300, "temperature": 0} | more
     messages = [{"role": "user", "content": "?"}]
