@@ -179,8 +179,8 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
     rows, hidden = architecture.vocab, architecture.hidden
     for name in model.table_names:
         columns, scales = hidden, model.file.entries.get(f"{name}_scale")
-        entry = model.file.entries.get(name)
-        form = metadata.table_form(entry.dtype if entry else None)
+        entry, form = model.file.entries.get(name), metadata.embeddings
+        form = "bf16" if form == "ternary" and entry and entry.dtype == "BF16" else form
         if form == "ternary":
             columns = row_bytes("i2", NMPattern(1, 1), hidden)
             group = scale_group(scales.shape, rows, hidden) if scales else None

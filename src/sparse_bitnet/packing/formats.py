@@ -168,10 +168,6 @@ class PackedMetadata:
         """Number of ternary weights."""
         return sum(rows * columns for rows, columns in self.layers.values())
 
-    def table_form(self, dtype: str | None) -> str:
-        """Return how an embedding or head is stored, one of `EMBEDDINGS`, from its dtype in the file."""
-        return "bf16" if (self.embeddings, dtype) == ("ternary", "BF16") else self.embeddings
-
     def to_json(self) -> dict[str, Any]:
         """Return the metadata as the tensor file stores it."""
         values = {
