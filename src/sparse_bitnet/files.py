@@ -144,15 +144,13 @@ def locked_folder(folder: Path, busy: str) -> Iterator[None]:
     make_folder(folder)
     lock = FileLock(folder / ".lock", timeout=0)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except Timeout:
         raise UserError(busy) from None
     except OSError as error:
         raise UserError(f"cannot lock {folder}: {error.strerror or error}") from error
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def file_crc32(path: Path) -> int:

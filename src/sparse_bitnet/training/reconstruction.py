@@ -150,13 +150,11 @@ def _first_inputs(
         raise _Reached
 
     packed = {} if position_ids is None else {"position_ids": position_ids}
-    hook = blocks_of(model)[0].register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        model.get_decoder()(input_ids=input_ids, use_cache=False, **packed)
-    except _Reached:
-        return given.pop("stream"), given
-    finally:
-        hook.remove()
+    with blocks_of(model)[0].register_forward_pre_hook(keep, with_kwargs=True):
+        try:
+            model.get_decoder()(input_ids=input_ids, use_cache=False, **packed)
+        except _Reached:
+            return given.pop("stream"), given
     raise AssertionError("a decoder calls its blocks")
 
 
