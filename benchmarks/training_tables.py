@@ -76,12 +76,9 @@ def student() -> str:
 
 
 def training() -> str:
-    columns = [
-        ("model", "{model}"),
-        ("command", "`{method}`"),
-        ("tokens/s, transformers", "{transformers:,.0f}"),
-        ("tokens/s, ours", "{ours:,.0f}"),
-        ("speed-up, median of the turns", "{times_as_fast:.2f}"),
-    ]
+    columns = [("model", "{model}"), ("command", "`{method}`")]
+    columns += [("tokens/s, transformers", "{transformers:,.0f}")]
+    columns += [("tokens/s, ours", "{ours:,.0f}")]
+    columns += [("speed-up, median of the turns", "{times_as_fast:.2f}")]
     rows = {row["method"]: row for row in read("training-peers")}
     return filled(columns, list(rows.values()), "python benchmarks/training_speed.py DATA MODEL")
