@@ -179,6 +179,7 @@ def test_a_header_with_the_right_checksum_is_not_trusted_either(
         (lambda h: h["norm"].update(shape=[2**48, 2**48]), "do not make up its shape"),
         (lambda h: h["norm"].update(shape=[True, 6]), "tensor norm has an unreadable shape"),
         (lambda h: h["norm"].update(shape=[1] * 9), "tensor norm has an unreadable shape"),
+        (lambda h: h["norm"].update(data_offsets=[4, 28]), "its tensors leave a gap, or overlap"),
         (lambda h: h["norm"].update(dtype="F4"), "the header is damaged"),
         (lambda h: h["norm"].update(extra=1), "the header is damaged"),
         (lambda h: h["norm"].update(data_offsets=[8, 32, 40]), "the header is damaged"),

@@ -101,12 +101,14 @@ class TensorFile:
             self.entries = {name: _entry(name, data_begin, **header[name]) for name in header}
             if self.metadata["crc32"].keys() != self.entries.keys():
                 raise ValueError("its tensors are not those with a checksum")
+            ends = [data_begin, *sorted(entry.end for entry in self.entries.values())]
+            if ends[:-1] != sorted(entry.begin for entry in self.entries.values()):
+                raise ValueError("its tensors leave a gap, or overlap")
         except UserError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: the header is damaged ({error!r}); copy it again") from error
-        size = len(self._data)
-        end = max((entry.end for entry in self.entries.values()), default=data_begin)
+        size, end = len(self._data), ends[-1]
         if end != size:
             raise UserError(
                 f"{path} is {'truncated' if end > size else 'too long'}: its tensors end at byte "
