@@ -151,9 +151,11 @@ class Scheduler:
         prompt, new = request.prompt, request.max_tokens
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < self._engine.vocab_size:
+        known = range(self._engine.vocab_size)
+        if min(prompt) not in known or max(prompt) not in known:
+            bad = next(token for token in prompt if token not in known)
             raise UserError(
-                f"token {max(prompt)} is outside the model's vocabulary of {self._engine.vocab_size}: "
+                f"token {bad} is outside the model's vocabulary of {self._engine.vocab_size}: "
                 "the tokenizer belongs to another model"
             )
         generation = Generation(request, group)
