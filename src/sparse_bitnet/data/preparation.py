@@ -261,7 +261,7 @@ def _tokenise(
     tokenizer = load_tokenizer(out / TOKENIZER)
     vocab_size, is_chat = vocabulary_size(tokenizer), "chat" in settings
     dtype = token_dtype(vocab_size, is_chat)
-    shard_tokens, skipped, first_skipped = settings["shard_tokens"], 0, ""
+    shard_tokens, first_skipped = settings["shard_tokens"], ""
     with ExitStack() as open_files:
         writers = {
             split: ShardWriter(out, split, dtype, shard_tokens, states.get(split))
@@ -276,7 +276,7 @@ def _tokenise(
                 writer = writers[document.split]
                 if isinstance(tokens, str):
                     writer.seen += 1
-                    skipped, first_skipped = skipped + 1, first_skipped or tokens
+                    first_skipped = first_skipped or tokens
                 else:
                     writer.append(tokens, len(document.text.encode()))
             if sum(len(writer.shards) for writer in writers.values()) > shards:
@@ -284,7 +284,8 @@ def _tokenise(
                 _record(out, settings, states)
             size, share = sum(each.text_bytes for each in writers.values()), batch[-1].progress
             line(size, size / share if share else None, label="tokenising")
-        reasons = skipped_line(skipped, first_skipped)
+        skipped = sum(writer.seen - writer.documents for writer in writers.values())
+        reasons = skipped_line(skipped, first_skipped or "named before the interruption")
         if not writers[TRAIN].tokens:
             raise UserError(
                 f"{source.name}: no training text; "
