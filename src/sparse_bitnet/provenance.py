@@ -41,8 +41,10 @@ def append_records(
 ) -> None:
     """Append each row with `where` as one line of JSON. Raises `UserError` if that fails."""
     text = "".join(json.dumps({**row, **where}) + "\n" for row in rows)
-    with os_errors_as(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
-        file.write(text)
+    with os_errors_as(f"cannot write {path}"), open(path, "ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        after_crash = file.read() not in (b"", b"\n")  # within a line
+        file.write(b"\n" * after_crash + text.encode())
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:

@@ -50,6 +50,7 @@ def test_a_page_shows_ratios_and_what_failed(options, tmp_path):
     row = {"phase": "prefill", "pattern": "6:8", "size": 512, "failed": None}
     speeds = {"bf16": 50, "int8": 100, "sparse": 125}
     rows = [{**row, "variant": name, "tokens_per_second": s} for name, s in speeds.items()]
+    (tmp_path / gpu.ROWS).write_text('{"cut off by a crash')
     gpu.append_records(tmp_path / gpu.ROWS, rows, WHERE)
     page = gpu.page(tmp_path, WHERE, lambda phase: {512: 1.1}, {"train 6:8": "1 < 2"})
     for cell in ("125", "1.25x", "2.50x", "1.10x"):
