@@ -71,8 +71,9 @@ def long_run() -> str:
 def student() -> str:
     columns = [("model", "{model}"), ("MB", "{megabytes:.0f}"), ("perplexity", "{perplexity:.1f}")]
     columns += [("HellaSwag", "{hellaswag:.1f}"), ("PIQA", "{piqa:.1f}")]
-    columns += [("prefill of 512, tokens/s", "{prefill:.0f}"), ("decode, tokens/s", "{decode:.0f}")]
-    return filled(columns, read("student"), "sparse-bitnet evaluate PACKED TEACHER --data DATA")
+    columns += [("prefill of 512, tokens/s", "{prefill}"), ("decode, tokens/s", "{decode}")]
+    rows = [{k: "-" if v is None else v for k, v in row.items()} for row in read("student")]
+    return filled(columns, rows, "sparse-bitnet evaluate PACKED TEACHER --data DATA")
 
 
 def training() -> str:
