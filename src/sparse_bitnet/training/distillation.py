@@ -39,7 +39,7 @@ from sparse_bitnet.training.loss import (
     Soft,
     SummedLoss,
     capped,
-    chunked_distillation,
+    chunked_loss,
     default_chunk_tokens,
     hidden_states,
     logit_cap,
@@ -307,7 +307,7 @@ class DistillationLoss(SummedLoss):
                 return none.scatter_(-1, ids[rows].long(), share)
 
         hidden = hidden_states(self.model, input_ids, position_ids)
-        loss, divergence = chunked_distillation(
+        loss, divergence = chunked_loss(
             hidden.flatten(0, 1),
             head_weight(self.model.get_output_embeddings()),
             labels.flatten(),

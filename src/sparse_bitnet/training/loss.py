@@ -159,53 +159,36 @@ def _compiled(chunk: Callable[..., Any], device: str) -> Callable[..., tuple[Ten
     return torch.compile(chunk, options=compile_options(device))
 
 
-def chunked_cross_entropy(
+def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    soft: Soft | None = None,
     *,
     chunk_tokens: int | None = None,
     compiled: bool = False,
     cap: float | None = None,
-) -> Tensor:
-    """Return the sum of the token losses, in nats.
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the token losses, in nats, and that of a teacher's KL over the scored tokens.
 
     Args:
         hidden: last hidden states [tokens, hidden_size].
         weight: the head [vocab_size, hidden_size].
         labels: int64 [tokens], -100 for a token that is not scored.
+        soft: the teacher's term, which needs gradients; None: cross-entropy alone.
         chunk_tokens: tokens whose logits exist at once; default: `default_chunk_tokens`, compiled 4x.
         compiled: whether to compile the work on the logits, if there is no `cap`.
         cap: limit of the logits, see `capped`.
 
-    Returns a float64 scalar, differentiable in `hidden` and `weight` unless under `no_grad`. Peak memory
-    above the gradients is 16 bytes per logit of one chunk and a float32 copy of the head's gradient.
+    Returns two float64 scalars, the first differentiable in `hidden` and `weight` unless under `no_grad`.
+    Peak memory above the gradients is 16 bytes per logit of one chunk and a float32 copy of the head's
+    gradient.
     """
-    return _in_chunks(hidden, weight, labels, chunk_tokens, None, compiled, cap)[0]
-
-
-def chunked_distillation(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    soft: Soft,
-    *,
-    chunk_tokens: int | None = None,
-    compiled: bool = False,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return `chunked_cross_entropy` with a teacher's term, which needs gradients, and the sum of its KL
-    over the scored tokens, both float64; the second is not differentiable."""
-    return _in_chunks(hidden, weight, labels, chunk_tokens, soft, compiled, cap)
-
-
-def _in_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, *options: Any
-) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():  # a Function's forward cannot see this
         hidden, weight = hidden.detach(), weight.detach()
-    times = 4 if options[1:] == (True, None) else 1  # compiled it stores a quarter as much
+    times = 4 if compiled and cap is None else 1  # compiled it stores a quarter as much
     chunk_tokens = chunk_tokens or times * default_chunk_tokens(weight.shape[0])
+    options = soft, compiled, cap
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, *options)
 
 
@@ -264,14 +247,9 @@ class SummedLoss(torch.nn.Module):
         head, cap = self.model.get_output_embeddings(), logit_cap(self.model)
         flat = hidden.flatten(0, 1)
         if getattr(head, "bias", None) is None:
-            return chunked_cross_entropy(
-                flat,
-                head_weight(head),
-                labels.flatten(),
-                chunk_tokens=self.chunk_tokens,
-                compiled=self.compiled,
-                cap=cap,
-            )
+            given = flat, head_weight(head), labels.flatten()
+            how: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "compiled": self.compiled}
+            return chunked_loss(*given, cap=cap, **how)[0]
         logits = capped(head(flat).float(), cap)
         return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
