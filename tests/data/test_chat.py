@@ -178,7 +178,6 @@ def test_end_of_turn_tokens_are_read_from_the_template(end: str, tokens: list[st
     tokenizer = train_tokenizer(iter(["one and two"]), 300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|end|>", "<|im"]})
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
-    assert tokenizer.convert_ids_to_tokens(end_of_turn_tokens(tokenizer, template)) == tokens
     tokenizer.chat_template = template
     assert tokenizer.convert_ids_to_tokens(end_of_turn_tokens(tokenizer)) == tokens
 

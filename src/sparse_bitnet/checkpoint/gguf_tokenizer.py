@@ -33,8 +33,8 @@ _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SYMBOLS, _BEFORE = r" ?[^\s\p{L}\p{N}]+", r"[^\r\n\p{L}\p{N}]?"
-_QWEN2 = rf"{_ENGLISH}|{_BEFORE}\p{{L}}+|\p{{N}}|{_SYMBOLS}[\r\n]*|{_REST}"
-_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN2 = rf"{_ENGLISH}|{_BEFORE}\p{{L}}+|\p{{N}}|{_SYMBOLS}[\r\n]*|{_REST}"
+_LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_REST}"
 )
@@ -42,7 +42,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 _QWEN35 = (
     rf"{_ENGLISH}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
 )
-_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_SEED = QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 _BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2)
 DIGIT = r"\p{N}"
@@ -82,7 +82,7 @@ PRE_TOKENIZERS = (
         "gpt-2 phi-2 mpt olmo gigachat mellum jais trillion granite-docling exaone4 a.x-4.0", GPT2
     ),
     _pre("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", DIGIT, GPT2),
-    _pre("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
+    _pre("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2),
     _pre("qwen35", _QWEN35),
     _pre(
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",

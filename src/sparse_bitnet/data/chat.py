@@ -136,19 +136,17 @@ def check_template(
         ) from error
 
 
-def end_of_turn_tokens(
-    tokenizer: "PreTrainedTokenizerFast", template: str | None = None
-) -> list[int]:
-    """Return the ids of the tokens that a chat template puts right after an answer.
+def end_of_turn_tokens(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Return the ids of the tokens that a tokenizer's chat template puts right after an answer.
 
-    `template` is the tokenizer's own by default. The token after the last answer comes first; the one
-    between an answer and the next message follows if it differs. Empty for a template that ends answers
-    with plain text, or fails on a plain conversation.
+    The token after the last answer comes first; the one between an answer and the next message follows
+    if it differs. Empty for a template that ends answers with plain text, or fails on a plain
+    conversation.
     """
     answer = "the answer"
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] * 2
     try:
-        text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # whatever a template of strangers raises
         return []
     tokens = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}

@@ -143,10 +143,6 @@ class TokenLoader:
         Raises `UserError` for data shorter than one window, and for a batch that does not divide over the
         ranks.
         """
-        if sequence_length < 1 or batch_size < 1:
-            raise UserError(
-                f"sequence length {sequence_length} and batch size {batch_size} must be at least 1"
-            )
         if batch_size % world_size:
             raise UserError(
                 f"a batch of {batch_size} sequences does not divide over {world_size} processes"

@@ -6,19 +6,14 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from sparse_bitnet.checkpoint.gguf_tokenizer import QWEN2
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 
 LARGEST_VOCABULARY = 1 << 24
-
-# Qwen2's pattern: transformers builds a Qwen2Tokenizer with this one and with NFC whatever
-# tokenizer.json says, so only a tokenizer that has both is the same however it is loaded.
-_QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -31,10 +26,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTok
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
+    # transformers builds a Qwen2Tokenizer with this pattern and with NFC whatever tokenizer.json says, so
+    # only a tokenizer that has both is the same however it is loaded.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(QWEN2), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
