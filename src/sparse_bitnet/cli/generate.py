@@ -48,12 +48,6 @@ class TextOptions(SamplingOptions):
     grammar_file: str | None = None
     """Structured output: text that follows the grammar in this file (llama.cpp's GBNF, or Lark)."""
 
-    def __post_init__(self) -> None:
-        """Raise `UserError` that names the option."""
-        super().__post_init__()
-        if not all(self.stop):
-            raise UserError("--stop is empty and would end every text: leave it out")
-
     def grammar(self) -> "Grammar | None":
         """The grammar that the text has to satisfy, if any. Raises `UserError` for two, or a bad one."""
         names = ("json_schema", "regex", "grammar_file")
@@ -305,8 +299,8 @@ def _next_line(is_terminal: bool) -> str | None:
 
 
 def _answer(conversation: "Conversation", line: str, config: ChatConfig, engine_name: str) -> None:
-    """Print the answer to a line. One that cannot be had, as of a chat that the template refuses, is an
-    error on a line, and the conversation continues."""
+    """Print the answer to a line. If there is none, for example because the template refuses the chat,
+    print the error and continue the conversation."""
     from sparse_bitnet.engine.protocol import ContextFull
 
     try:
