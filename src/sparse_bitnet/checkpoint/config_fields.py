@@ -131,13 +131,13 @@ def has_linear_attention(config: dict[str, Any], where: str) -> list[bool]:
     fields, kinds = Fields(config, f"{where}: "), config.get("layer_types")
     layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     if kinds is None:
-        return gemma_windows(layers, fields.size("full_attention_interval", 4))
+        return all_but_every(layers, fields.size("full_attention_interval", 4))
     if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {LINEAR, FULL}:
         raise UserError(f"{where}: layer_types is not a list of {layers} times {LINEAR} or {FULL}")
     return [kind == LINEAR for kind in kinds]
 
 
-def gemma_windows(layers: int, every: int = _EVERY) -> list[bool]:
+def all_but_every(layers: int, every: int = _EVERY) -> list[bool]:
     """Return for each layer whether it has a window: all but every `every`-th one do."""
     return [bool((layer + 1) % every) for layer in range(min(layers, MOST_LAYERS))]
 
@@ -221,7 +221,7 @@ def windows_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     if kinds:
         has_window = [kind == WINDOWED for kind in kinds]
     elif model_type == GEMMA3:
-        has_window = gemma_windows(layers, fields.size("sliding_window_pattern", _EVERY))
+        has_window = all_but_every(layers, fields.size("sliding_window_pattern", _EVERY))
     elif type(first) is not int:
         raise UserError(f"{where}: max_window_layers is {shown(first)}, not a number of layers")
     else:

@@ -13,9 +13,9 @@ from sparse_bitnet.checkpoint.config_fields import (
     MOST_LAYERS,
     WINDOWED,
     Fields,
+    all_but_every,
     check_experts,
     check_fields,
-    gemma_windows,
     has_linear_attention,
     head_size,
     of_all_layers,
@@ -178,7 +178,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         return config
     layers, pattern = config["num_hidden_layers"], values.get(_PATTERN)
     if not isinstance(pattern, list):
-        pattern = gemma_windows(layers, *(() if pattern is None else (fields.size(_PATTERN),)))
+        pattern = all_but_every(layers, *(() if pattern is None else (fields.size(_PATTERN),)))
     if len(pattern) != layers:
         raise UserError(f"{file.path}: {prefix}{_PATTERN} has {len(pattern)} layers, not {layers}")
     has_windows, base = bool(config["sliding_window"]), fields.optional(_LOCAL_ROPE_BASE, 10_000.0)
@@ -205,7 +205,7 @@ def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
         )
     is_linear, every = fields.values.get(_RECURRENT), fields.size(_INTERVAL, 4)
     if is_linear is None:
-        is_linear = [bool((block + 1) % every) for block in range(blocks)]
+        is_linear = all_but_every(blocks, every)
     elif not isinstance(is_linear, list) or len(is_linear) != blocks:
         raise UserError(f"{where}: {_RECURRENT} is {shown(is_linear)}, not {blocks} flags")
     kinds = [LINEAR if is_one else FULL for is_one in is_linear[: blocks - predicting]]
@@ -285,7 +285,7 @@ def metadata_of(config: dict[str, Any], where: str) -> tuple[GgufArchitecture, d
             expect("sliding_window", max(windows), None)
         elif architecture.model_type != GEMMA3:
             expect("layers without a window", has_window.count(False), 0)
-        elif has_window != gemma_windows(len(windows)):
+        elif has_window != all_but_every(len(windows)):
             values[_PATTERN] = has_window
     rope = rope_of(config, where)
     if architecture.linear_block:
@@ -324,8 +324,8 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
     if not rows:
         known = dict.fromkeys(row.model_type for row in ARCHITECTURES)
         raise UserError(
-            f"the GGUF export supports the architectures {', '.join(known)}, not {model_type}; use "
-            "--to bitnet"
+            f"{where}: the GGUF export supports the architectures {', '.join(known)}, not {model_type}; "
+            "use --to dense"
         )
     own = config.get(LINEAR_NORMS)
     rows = [row for row in rows if row.linear_norms == bool(own)]
