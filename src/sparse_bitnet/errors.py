@@ -17,7 +17,7 @@ class UserError(ValueError):
     """
 
 
-class EngineLacks(UserError):
+class Unsupported(UserError):
     """Raised for a valid model that the CPU engine does not support; transformers may run it."""
 
 

@@ -244,8 +244,8 @@ def test_states_are_limited_and_snapshots_make_room(hybrid: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": [LINEAR] * 4}, "no model without attention in any layer"),
-        ({"linear_key_head_dim": 24}, "no Gated DeltaNet of heads that are no multiples of 16"),
+        ({"layer_types": [LINEAR] * 4}, "not support a model without attention in any layer"),
+        ({"linear_key_head_dim": 24}, "not support Gated DeltaNet with heads of 24 and"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "DeltaNet with activation 'gelu_pytorch_tanh'"),
     ],
 )

@@ -129,8 +129,11 @@ def test_rope_fields_are_read_as_transformers_reads_them(
             for value, shown in ((1e308, "1e[+]308"), (0, "0"))
         ),
         ({"rope_theta": 1e4, "rope_scaling": [1]}, "not a table"),
-        ({"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}}, "whole heads"),
-        ({"partial_rotary_factor": 0.5}, "whole heads"),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "not a table"),
     ],
 )

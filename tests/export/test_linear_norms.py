@@ -18,7 +18,7 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, TOKENIZER_FILES, copy_files
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.engine.engine import Engine
-from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.errors import Unsupported, UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
@@ -159,5 +159,5 @@ def test_another_epsilon_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
     import_checkpoint(folder, tmp_path / "packed", packed="i2")
     edit_json(tmp_path / "packed" / "config.json", linear_norms_epsilon=1e-5)
-    with pytest.raises(EngineLacks, match="norms of two epsilons"):
+    with pytest.raises(Unsupported, match="norms of two epsilons"):
         Engine.load(tmp_path / "packed")

@@ -13,7 +13,7 @@ from one_process import Done, run_commands
 from small_models import CHAT_TEMPLATE, write_models
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import ContextFull
-from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.errors import Unsupported, UserError
 from sparse_bitnet.generation.open_model import end_tokens, open_engine, open_model
 
 pytest.importorskip("sparse_bitnet._cpu")
@@ -142,7 +142,7 @@ def test_a_prompt_is_continued_in_python(folder):
 def test_experts_and_other_layers_are_named(tmp_path: Path, family: str) -> None:
     """The error recommends another engine, not packing, whether the folder is packed or not."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    with pytest.raises(EngineLacks, match=f"not '{family}'; use --engine transformers"):
+    with pytest.raises(Unsupported, match=f"not '{family}'; use --engine transformers"):
         open_engine(tmp_path, EngineOptions(engine="cpu"))
 
 

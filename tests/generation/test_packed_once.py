@@ -12,7 +12,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.engine import architecture
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.errors import Unsupported, UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.generation.open_model import runnable_folder
@@ -64,7 +64,7 @@ def test_a_foreign_model_that_the_engine_lacks_is_not_packed_and_says_so(
     models: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lacks(config: dict, where: str) -> None:
-        raise EngineLacks(f"{where}: no such layers")
+        raise Unsupported(f"{where}: no such layers")
 
     monkeypatch.setattr(architecture, "read_architecture", lacks)
     folder = runnable_folder(models / "bitnet", EngineOptions())

@@ -157,7 +157,7 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
         why = "it computes in float32"
     if why is None:
         return options
-    refuse_unused(config, _ENGINE_FIELDS, f"only the CPU engine has it, and does not run ({why})")
+    refuse_unused(config, _ENGINE_FIELDS, f"only the CPU engine has it, which is not in use: {why}")
     return None
 
 

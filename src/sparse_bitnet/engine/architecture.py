@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.config_fields import (
     windows_of,
 )
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS
-from sparse_bitnet.errors import EngineLacks, UserError, library_errors_as
+from sparse_bitnet.errors import Unsupported, UserError, library_errors_as
 
 MODEL_TYPES = ("qwen2", "llama", "qwen3", "bitnet", "mistral", GEMMA3, HUNYUAN, QWEN35)
 """transformers' `model_type` of the families that the engine computes."""
@@ -196,14 +196,14 @@ class Architecture:
 def read_architecture(config: dict[str, Any], where: str) -> Architecture:
     """Return the architecture that a config.json describes.
 
-    Raises `EngineLacks`, beginning with `where`, for what the CPU engine cannot run, and `UserError` for
+    Raises `Unsupported`, beginning with `where`, for what the CPU engine cannot run, and `UserError` for
     sizes that are missing or do not fit together.
     """
     config = text_config_of(config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise EngineLacks(
+        raise Unsupported(
             f"{where}: the CPU engine runs {known}, not {model_type!r}; use --engine transformers"
         )
     fields = Fields(config, f"{where}: ")
@@ -248,7 +248,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
 
 
 def _delta_net(fields: Fields, where: str) -> DeltaNet:
-    """Return the sizes of Gated DeltaNet. Raises `EngineLacks` for those without kernels."""
+    """Return the sizes of Gated DeltaNet. Raises `Unsupported` for those without kernels."""
     net = DeltaNet(
         key_heads=fields.size("linear_num_key_heads"),
         value_heads=fields.size("linear_num_value_heads", most=_MOST_DELTA_HEADS),
@@ -261,16 +261,15 @@ def _delta_net(fields: Fields, where: str) -> DeltaNet:
             f"{where}: {net.value_heads} value heads do not fit {net.key_heads} key heads"
         )
     if all(has_linear_attention(fields.values, where)):
-        raise _lacks(where, "model without attention in any layer")
+        raise _lacks(where, "a model without attention in any layer")
     if net.key_dim % 16 or net.value_dim % 16 or not 2 <= net.taps <= _MOST_TAPS:
-        raise _lacks(
-            where, f"Gated DeltaNet of heads that are no multiples of 16, or {net.taps} taps"
-        )
+        sizes = f"heads of {net.key_dim} and {net.value_dim} values and {net.taps} taps"
+        raise _lacks(where, f"Gated DeltaNet with {sizes}")
     return net
 
 
 def _refuse_variants(config: dict[str, Any], where: str) -> None:
-    """Raise `EngineLacks` for settings that change the forward pass and are not supported here."""
+    """Raise `Unsupported` for settings that change the forward pass and are not supported here."""
     model_type, activation = config["model_type"], config.get(activation_field(config))
     epsilon, in_linears = config.get("rms_norm_eps"), config.get(LINEAR_NORMS)
     layer_types, setting = config.get("layer_types"), unread_setting(config)
@@ -282,8 +281,8 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
         ),
         "two norms before one linear": in_linears and model_type == "bitnet",
         "biases in the feed-forward part": config.get("mlp_bias"),
-        f"counterpart of {setting} in config.json": setting,
-        "layers but those with full or sliding attention": any(
+        f"config.json's {setting}": setting,
+        "layers without full or sliding-window attention": any(
             kind not in (FULL, LINEAR if model_type == QWEN35 else WINDOWED) for kind in kinds
         ),
         f"Gated DeltaNet with activation {activation!r}": (
@@ -301,8 +300,10 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
             raise _lacks(where, what)
 
 
-def _lacks(where: str, what: str) -> EngineLacks:
-    return EngineLacks(f"{where}: the CPU engine has no {what}; use --engine transformers")
+def _lacks(where: str, what: str) -> Unsupported:
+    return Unsupported(
+        f"{where}: the CPU engine does not support {what}; use --engine transformers"
+    )
 
 
 def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool = False) -> Rope:
@@ -318,7 +319,7 @@ def read_rope(config: dict[str, Any], head_dim: int, where: str, *, local: bool 
     is_partial = config.get("model_type") == QWEN35
     share = numbers.optional("partial_rotary_factor", 1.0)
     if share != 1 and not is_partial:
-        raise _lacks(where, "rotation but of whole heads")
+        raise _lacks(where, f"partial_rotary_factor {share}")
     head_dim = int(head_dim * share)
     if share > 1 or head_dim % 2 or head_dim < 2:
         raise UserError(

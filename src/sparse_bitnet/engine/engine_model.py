@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
-from sparse_bitnet.errors import EngineLacks, UserError
+from sparse_bitnet.errors import Unsupported, UserError
 from sparse_bitnet.packing.formats import (
     SCALE_GROUPS,
     PackedMetadata,
@@ -88,7 +88,7 @@ class EngineModel:
 def open_engine_model(path: str | Path) -> EngineModel:
     """Open a folder written by `sparse-bitnet pack`.
 
-    Raises `EngineLacks` for a model that the CPU engine does not support, extra tensors included, and
+    Raises `Unsupported` for a model that the CPU engine does not support, extra tensors included, and
     `UserError` for anything else, naming a tensor that is missing or whose type or shape differs from
     config.json.
     """
@@ -98,7 +98,7 @@ def open_engine_model(path: str | Path) -> EngineModel:
     assert metadata is not None
     architecture = read_architecture(checkpoint.config, str(folder / "config.json"))
     if metadata.format.activation != "int8":
-        raise EngineLacks(
+        raise Unsupported(
             f"{folder}: the CPU engine computes with int8 activations, this model was trained with "
             f"activation={metadata.format.activation}; use --engine transformers"
         )
@@ -108,12 +108,12 @@ def open_engine_model(path: str | Path) -> EngineModel:
         entry = entries.get(name)
         if entry is None:
             if name.removesuffix("_packed") in entries:
-                raise EngineLacks(
+                raise Unsupported(
                     f"{path}: tensor {name} is missing: that layer is not ternary, which the CPU engine "
                     "cannot compute; use --engine transformers"
                 )
             if f"{name}_packed" in entries:
-                raise EngineLacks(
+                raise Unsupported(
                     f"{path}: tensor {name} is missing: that layer is ternary, which the CPU engine "
                     "computes only as dense weights; use --engine transformers"
                 )
@@ -124,7 +124,7 @@ def open_engine_model(path: str | Path) -> EngineModel:
                 f"{' or '.join(DTYPES[dtype] for dtype in dtypes)} {list(shape or ['bytes'])}"
             )
     if unknown := sorted(entries.keys() - wanted.keys()):
-        raise EngineLacks(
+        raise Unsupported(
             f"{path}: tensor {unknown[0]} is not part of the {architecture.model_type} model that "
             "config.json describes"
         )

@@ -25,7 +25,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     stored_ends,
 )
 from sparse_bitnet.engine.engine_options import EngineOptions
-from sparse_bitnet.errors import EngineLacks, UserError, os_errors_as, refuse_unused
+from sparse_bitnet.errors import Unsupported, UserError, os_errors_as, refuse_unused
 from sparse_bitnet.files import make_folder
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import TOKENIZER_FILE, TextTokenizer, named_tokens
@@ -199,7 +199,7 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
 
         return Engine.load(folder, **vars(options))
     names = ("weight_format", "head", "kv_cache", "activations")
-    refuse_unused(options, names, f"only the CPU engine has it, and does not run ({why})")
+    refuse_unused(options, names, f"only the CPU engine has it, which is not in use: {why}")
     if options.engine == "auto" and options.device != "cuda" and why != _NOT_PACKED:
         print(f"running through transformers: {why}", file=sys.stderr)
 
@@ -245,8 +245,8 @@ def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
         elif path.is_file():
             # For a model that only needs packing, `Engine.load` says so.
             read_architecture(read_json_if_there(path), str(path))
-    except (ImportError, EngineLacks) as error:
-        lacks = error if isinstance(error, EngineLacks) else EngineLacks(f"{_NOT_BUILT} ({error})")
+    except (ImportError, Unsupported) as error:
+        lacks = error if isinstance(error, Unsupported) else Unsupported(f"{_NOT_BUILT} ({error})")
         if options.engine == "cpu":
             raise lacks from None
         return str(lacks)
@@ -292,7 +292,7 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
     if not is_file:
         try:
             read_architecture(model.config, str(model.folder))
-        except EngineLacks as error:
+        except Unsupported as error:
             print(f"running through transformers: {error}", file=sys.stderr)
             return str(model.folder)
     from filelock import FileLock

@@ -48,7 +48,7 @@ class TextPart(Replayed):
     refusal: str | None = None
 
     @model_validator(mode="after")
-    def _htext(self) -> "TextPart":
+    def _has_text(self) -> "TextPart":
         if self.type.endswith("text") and self.text is None:
             raise ValueError("text is missing")
         return self
