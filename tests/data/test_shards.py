@@ -162,7 +162,7 @@ def test_damaged_manifests_are_refused(data: Path, tmp_path: Path) -> None:
         ): r"damaged \(.*a shard lies outside",
         json.dumps(good).replace(
             '"tokens": 1000,', '"tokens": 999,', 1
-        ): r"damaged \(.*the shards have",
+        ): r"damaged \(.*the shards' token counts do not",
     }.items():
         path.write_text(content)
         with pytest.raises(UserError, match=message):

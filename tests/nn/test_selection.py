@@ -95,8 +95,8 @@ class TestSelection:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         layers = [make_layer(text, out_features=rows).to(device) for rows in (20, 1, 33)]
         alone = copy.deepcopy(layers)
-        if device == "cpu":  # where layers are not alike
-            monkeypatch.setattr(SparseBitLinear, "alike", text)
+        if device == "cpu":  # where layers have no key
+            monkeypatch.setattr(SparseBitLinear, "selection_key", text)
         for _ in range(3):
             select_layers_(layers)
             for layer, other in zip(layers, alone, strict=True):

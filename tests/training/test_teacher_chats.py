@@ -73,8 +73,8 @@ def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch
 
 UNUSABLE = {
     "no chat template": None,
-    "no token after": TEMPLATE.replace("content }}{{ eos_token }}", "content }}"),
-    "no text before": "{{ messages[0].content }}{{ eos_token }}",
+    "must put text before a user": TEMPLATE.replace("content }}{{ eos_token }}", "content }}"),
+    "and an end token after": "{{ messages[0].content }}{{ eos_token }}",
     "refuses": "{{ raise_exception('no') }}",
     "writes no more conversations .dropped 0 repeated, 44 too long": TEMPLATE,
 }

@@ -62,7 +62,7 @@ class SplitManifest:
 
     def __post_init__(self) -> None:
         if self.tokens != sum(shard.tokens for shard in self.shards):
-            raise ValueError("the shards have not the tokens of their split")
+            raise ValueError("the shards' token counts do not add up to that of their split")
         if any(leads_outside(shard.file) for shard in self.shards):
             raise ValueError("a shard lies outside of the folder")
 

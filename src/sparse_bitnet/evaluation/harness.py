@@ -213,7 +213,7 @@ def _lm_eval_errors(failure: str) -> Iterator[list[str]]:
         traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
         lines = [line for line in str(error).splitlines() if any(map(str.isalnum, line))]
         reason = f"{type(error).__name__}: {reason_of(ValueError(' '.join(lines)))}"
-        # Network, hub client, loading script and files fail in as many ways as there are of them.
+        # A download can fail in too many ways to name: network, hub client, loading script, files.
         if any(frame.f_code.co_name == "download" for frame in frames):
             raise UserError(
                 f"{failure}: its data set cannot be loaded ({reason}); without a network, name a folder "

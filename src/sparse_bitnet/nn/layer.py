@@ -198,8 +198,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
                 self._seen.zero_()  # of a step that raised, or memory that loading left as it was
 
     @property
-    def alike(self) -> Any:
-        """Whatever small layers on a GPU share that are selected as one matrix; None: not this one."""
+    def selection_key(self) -> Any:
+        """Equal for small layers on a GPU that are selected as one matrix; None for any other layer."""
         score, quantizer = (self.config.variant(kind).name for kind in ("score", "quantizer"))
         of_rows = self.config.weight == "full" or quantizer in ("per-channel", "per-group")
         weight, numel = self.weight, self.weight.numel()
@@ -312,10 +312,10 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
 
 def select_layers_(layers: Iterable[SparseBitLinear]) -> None:
-    """Call `select_` of each; those that are `alike` are selected together."""
+    """Call `select_` of each; those with the same `selection_key` are selected together."""
     groups: dict[Any, list[SparseBitLinear]] = {}
     for layer in layers:
-        groups.setdefault(layer.alike or id(layer), []).append(layer)
+        groups.setdefault(layer.selection_key or id(layer), []).append(layer)
     for first, *others in groups.values():
         if others:
             weight = torch.cat([layer.weight.detach() for layer in (first, *others)])
@@ -326,7 +326,7 @@ def select_layers_(layers: Iterable[SparseBitLinear]) -> None:
 
 
 def _hold(layers: list[SparseBitLinear], chosen: Selection) -> None:
-    """Give each of these layers, which are alike, its rows of a selection of all, and its flips."""
+    """Give each of these layers, of one `selection_key`, its rows of a selection of all, and flips."""
     first, changed = layers[0], None
     if chosen.mask is not None:
         words = pack_mask(chosen.mask, first.config.pattern.m)

@@ -53,7 +53,9 @@ def write_conversations(
     ends = {tokenizer.eos_token_id, *end_of_turn_tokens(tokenizer)}
     marks = tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
     if not opening or len(rest) != 1 or not rest[0].lstrip().startswith(marks):
-        raise UserError(f"{teacher}: its chat template has no text before or no token after a user")
+        raise UserError(
+            f"{teacher}: its chat template must put text before a user and an end token after"
+        )
     size = batch_size or BATCH_SIZE[place.type]
     if path.suffix != ".jsonl" or min(count, size, max_tokens) < 1:
         raise UserError(f"{path}: name a .jsonl file and numbers above 0 (--conversations {count})")
