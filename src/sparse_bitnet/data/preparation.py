@@ -127,8 +127,8 @@ def prepare(
         _check_settings(out, manifest.settings, settings)
         for split in manifest.splits.values():
             check_shards(out, split.shards, np.dtype(manifest.dtype))
-        # Exists only if the process died between its last two steps.
-        (out / PREPARATION).unlink(missing_ok=True)
+        if (out / PREPARATION).exists():  # the process died between its last two steps
+            (out / PREPARATION).unlink()
         return manifest
     busy = f"{out}: another process is preparing data there"
     with locked_folder(out, busy), Progress() as display:
