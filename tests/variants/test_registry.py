@@ -108,6 +108,9 @@ def test_an_own_score_ranks_by_value(own: None) -> None:
 def test_results_of_own_functions_are_checked(own: None) -> None:
     with pytest.raises(UserError, match="quantizer loud: its codes are not -1, 0 and 1"):
         make_layer("ternary-6:8,quantizer=loud").select()
+    register_quantizer("unrounded")(lambda weight, mask: (weight.clamp(-1, 1), weight.abs().mean()))
+    with pytest.raises(UserError, match="quantizer unrounded: its codes are not -1, 0 and 1"):
+        make_layer("ternary-6:8,quantizer=unrounded").select()
     register_score("narrow")(lambda weight: weight[:, :1])
     with pytest.raises(UserError, match=r"narrow returned \[20, 1\] for a weight of \[20, 48\]"):
         make_layer("ternary-6:8,score=narrow").select()

@@ -133,16 +133,17 @@ def _quantized(
             f"quantizer {quantizer.text}: its scale is that of some rows of a matrix; reduce it with "
             "matrix.sum or matrix.max"
         )
-    codes = _checked(quantizer, codes, weight).to(torch.int8)
+    codes = _checked(quantizer, codes, weight)
     if scale.numel() != 1 and not per_row:
         raise UserError(
             f"quantizer {quantizer.text}: a scale of {list(scale.shape)} for {list(weight.shape)}"
         )
     checked = quantizer.is_foreign and not torch.compiler.is_compiling()
-    if checked and not (codes.abs() <= 1).all():
+    if checked and not (codes == codes.sign()).all():
         raise UserError(f"quantizer {quantizer.text}: its codes are not -1, 0 and 1")
     # A process that holds one row has one scale per row all the same.
     one = scale.numel() == 1 and not is_part
+    codes = codes.to(torch.int8)
     codes = codes if mask is None else codes * mask.view(torch.int8)
     return codes, scale.view(()) if one else scale
 
