@@ -4,8 +4,9 @@
     model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())
     Trainer(model=model, callbacks=[SparseBitCallback()], ...).train()
 
-A converted model trains to the same weights without the callback. But then every forward, recomputed
-ones included, selects again, and nothing is logged.
+A converted model whose score neither adds a gradient nor sees inputs trains to the same weights without
+the callback. But then every forward, recomputed ones included, selects again, and nothing is logged. The
+format's schedule is not applied: `sparse-bitnet train` does that.
 """
 
 from contextlib import ExitStack
