@@ -231,3 +231,7 @@ class DecoderInMemory:
         logits = self.forward([(sequence, ids)])[0]
         self.decoder.close(sequence)
         return logits
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 96, count).tolist()

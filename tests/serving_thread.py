@@ -11,6 +11,7 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from scripted_engine import logits_after
 from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import TokenGrammars
 from sparse_bitnet.generation.scheduler import ThreadedScheduler
@@ -25,6 +26,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 END = 256
+
+
+def endless(tokens, size):
+    """Return logits of text that never ends by itself."""
+    logits = logits_after(tokens, size)
+    logits[END] = -100
+    return logits
 
 
 def number_tokenizer(size: int) -> Tokenizer:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoder_in_memory import DecoderInMemory, random_model, reference_logits
+from decoder_in_memory import DecoderInMemory, ids_of, random_model, reference_logits
 from packed_models import FAMILIES
 from sparse_bitnet import _cpu
 
@@ -63,10 +63,6 @@ def windowed_model() -> Any:
     """The same, whose tokens see more than a page and fewer than a chunk of pages."""
     changes = {"max_position_embeddings": 1400, "num_key_value_heads": 1, "sliding_window": 150}
     return random_model("mistral", num_hidden_layers=2, head_dim=16, **changes)
-
-
-def ids_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 96, count).tolist()
 
 
 def errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:

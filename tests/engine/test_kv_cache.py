@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from decoder_in_memory import DecoderInMemory, random_model
+from decoder_in_memory import DecoderInMemory, ids_of, random_model
 from sparse_bitnet import _cpu
 
 
@@ -19,10 +19,6 @@ def model() -> nn.Module:
 
 def decoder_of(cache_tokens: int = 1024, **options: Any) -> DecoderInMemory:
     return DecoderInMemory(model(), cache_tokens=cache_tokens, **options)
-
-
-def ids_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 96, count).tolist()
 
 
 @pytest.mark.parametrize("cache_type", ["float32", "float16", "int8", "int4"])

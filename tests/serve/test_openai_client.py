@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripted_engine import ScriptedEngine, greedy, logits_after
-from serving_thread import END, byte_tokenizer, server
+from serving_thread import END, byte_tokenizer, endless, server
 
 VOCAB = 257
 IGNORED = "X-Ignored-Parameters"
@@ -69,7 +69,7 @@ def test_max_tokens_defaults_to_the_room_in_the_context(client, limits):
     whole = client.completions.create(model="scripted", prompt=prompt, temperature=0)
     assert whole.choices[0].text == expected_text(TOKENIZER.encode(prompt), 16)
     options = {name: limits[name] for name in limits if name == "max_tokens"}
-    short = engine(context_length=limits.get("context_length", 1024), logits=never_ending)
+    short = engine(context_length=limits.get("context_length", 1024), logits=endless)
     with server(short, template="{{ messages[0].content }}", **options) as running:
         with running.client() as own:
             answers = [own.completions.create(model="scripted", prompt=prompt)]
@@ -150,12 +150,6 @@ def test_chat_is_the_same_whole_and_streamed(client):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == answer.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == "length"
-
-
-def never_ending(tokens, size):
-    logits = logits_after(tokens, size)
-    logits[END] = -100
-    return logits
 
 
 def test_end_tokens_and_stop_strings_end_the_text(client):

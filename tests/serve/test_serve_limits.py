@@ -16,21 +16,14 @@ import httpx
 import openai
 import pytest
 
-from scripted_engine import ScriptedEngine, logits_after
-from serving_thread import END, application, server
+from scripted_engine import ScriptedEngine
+from serving_thread import application, endless, server
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.serve import answer, generations
 from sparse_bitnet.serve.http_server import listen, serve
 
 VOCAB = 257
 HERE = Path(__file__).parent
-
-
-def endless(tokens, size):
-    """Return logits of text that never ends by itself."""
-    logits = logits_after(tokens, size)
-    logits[END] = -100
-    return logits
 
 
 def slow(**options):
