@@ -238,3 +238,17 @@ class TestSelected:
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
         exact = model(input_ids=ids, labels=ids).loss
         assert abs(loss.item() - exact.item()) < 0.01 * exact.item()
+
+
+def test_weights_that_are_read_past_their_layer_stay_as_they_act() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "state_size": 8}
+    names = sparse_layers(convert_(MambaForCausalLM(MambaConfig(**sizes)), TERNARY))
+    assert {name.rpartition(".")[2] for name in names} == {"in_proj", "x_proj", "out_proj"}
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    trained = convert_(model, TERNARY).eval()(x := torch.randn(2, 3, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match=r"the input is torch\.int64, not floating-point"):
+        model[0].linear1(torch.ones(1, 16, dtype=torch.int64))

@@ -47,7 +47,8 @@ def convert_(
         config: format of every converted layer, or its text form, such as "ternary-6:8".
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
             experts. Default: all in the blocks, but never an embedding, an output head, a weight tied to
-            one or a gate of linear attention. The config's `dense_layers` stay dense in either case.
+            one, a gate of linear attention or Mamba's dt_proj. The config's `dense_layers` stay dense in
+            either case.
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
@@ -112,7 +113,12 @@ def convert_(
         elif config.keeps_dense(name) and isinstance(module, SparseBitLinear):
             layers[module] = module.to_linear()
         if module in layers:
-            setattr(model.get_submodule(parent), child, layers[module])
+            owner: Any = model.get_submodule(parent)
+            setattr(owner, child, layers[module])
+            if isinstance(owner, nn.TransformerEncoderLayer):
+                owner.activation_relu_or_gelu = (
+                    0  # its fast path multiplies by weights, past layers
+                )
     for name, norm in norms.items():
         layer: Any = model.get_submodule(name)
         if layer.input_norm is not None:
@@ -175,7 +181,8 @@ def _in_blocks(model: nn.Module) -> FilterFn:
     }
 
     def in_blocks(module: nn.Module, name: str) -> bool:
-        is_gate = name.removesuffix(".weight").endswith(GATES)
+        # Mamba's own code multiplies by the weight of dt_proj, past the layer.
+        is_gate = name.removesuffix(".weight").endswith((*GATES, ".dt_proj"))
         if module is head or is_gate or id(getattr(module, "weight", None)) in embeddings:
             return False
         return not blocks or any(name.startswith(f"{block}.") for block in blocks)

@@ -234,7 +234,12 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute [..., in_features] -> [..., out_features], in the autocast dtype if one is set."""
+        """Compute [..., in_features] -> [..., out_features], in the autocast dtype if one is set.
+
+        Raises `UserError` for an input that is not real floating-point numbers.
+        """
+        if not input.is_floating_point():
+            raise UserError(f"SparseBitLinear: the input is {input.dtype}, not floating-point")
         selection = self.current if self.is_selected else None
         if selection is None:
             selection = self.select()
