@@ -188,8 +188,7 @@ def chunked_loss(
         hidden, weight = hidden.detach(), weight.detach()
     times = 4 if compiled and cap is None else 1  # compiled it stores a quarter as much
     chunk_tokens = chunk_tokens or times * default_chunk_tokens(weight.shape[0])
-    options = soft, compiled, cap
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, *options)
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, soft, compiled, cap)
 
 
 def default_chunk_tokens(vocab_size: int) -> int:
@@ -247,9 +246,15 @@ class SummedLoss(torch.nn.Module):
         head, cap = self.model.get_output_embeddings(), logit_cap(self.model)
         flat = hidden.flatten(0, 1)
         if getattr(head, "bias", None) is None:
-            given = flat, head_weight(head), labels.flatten()
-            how: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "compiled": self.compiled}
-            return chunked_loss(*given, cap=cap, **how)[0]
+            loss, _ = chunked_loss(
+                flat,
+                head_weight(head),
+                labels.flatten(),
+                chunk_tokens=self.chunk_tokens,
+                compiled=self.compiled,
+                cap=cap,
+            )
+            return loss
         logits = capped(head(flat).float(), cap)
         return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()
 
