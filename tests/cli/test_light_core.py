@@ -35,7 +35,7 @@ class Output(io.StringIO):
 
 def ask(output, address):
     body = {"model": "packed", "prompt": "1 2 ", "max_tokens": 4}
-    formed = {**body, "guided_regex": "[12]"}
+    formed = {**body, "structured_outputs": {"regex": "[12]"}}
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(address + "/completions", json.dumps(body).encode(), kind)
     try:

@@ -75,11 +75,10 @@ def test_output_is_parsed_by_the_openai_client(client):
     "more",
     [
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        {"guided_json": SCHEMA},
-        {"guided_json": json.dumps(SCHEMA)},
         {"json_schema": SCHEMA},
         {"structured_outputs": {"json": SCHEMA}},
-        {"response_format": FORMAT, "guided_json": None, "grammar": ""},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"response_format": FORMAT, "json_schema": None, "grammar": ""},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}},
         {"structured_outputs": {"json_object": True}},
@@ -103,11 +102,9 @@ def test_every_name_of_a_schema_constrains_the_output(client, more):
 @pytest.mark.parametrize(
     ("more", "texts"),
     [
-        ({"guided_regex": "a{3}"}, {"aaa"}),
         ({"structured_outputs": {"regex": "a{3}"}}, {"aaa"}),
-        ({"guided_choice": ["red", "green"]}, {"red", "green"}),
-        ({"structured_outputs": {"choice": ["red"]}}, {"red"}),
-        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
+        ({"structured_outputs": {"choice": ["red", "green"]}}, {"red", "green"}),
+        ({"grammar": 'start: "x" "y"'}, {"xy"}),
         ({"grammar": 'root ::= "x" "y"'}, {"xy"}),
         ({"structured_outputs": {"grammar": 'root ::= "xy"'}}, {"xy"}),
     ],
@@ -128,7 +125,7 @@ def test_slow_grammars_delay_no_other_requests(client, monkeypatch):
     known = chat(client, response_format=FORMAT)
     monkeypatch.setattr(TokenGrammars, "start", slow)
     with ThreadPoolExecutor(40) as pool:
-        forms = [{"guided_regex": f"a{{{count}}}"} for count in range(1, 41)]
+        forms = [{"structured_outputs": {"regex": f"a{{{count}}}"}} for count in range(1, 41)]
         answers = [pool.submit(chat, client, extra_body=form) for form in forms]
         try:
             has_begun.wait()
@@ -143,17 +140,18 @@ def test_slow_grammars_delay_no_other_requests(client, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"guided_regex": "(a"}, "unclosed group"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "give one of"),
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "give one of"),
+        ({"guided_regex": "a"}, "unknown parameter: guided_regex"),
         ({"grammar": "x = y"}, "neither Lark nor GBNF"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_json": "{"}, "JSON schema"),
+        ({"structured_outputs": {"choice": []}}, "choice"),
+        ({"structured_outputs": {"json": "{"}}, "JSON schema"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format: give"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "not"),
-        ({"guided_json": {"type": "string", "pattern": "(" * 5000}}, "grammar cannot be satisfied"),
-        ({"guided_json": {"anyOf": [{"const": str(i)} for i in range(30000)]}}, "schema too large"),
+        ({"json_schema": {"type": "string", "pattern": "(" * 5000}}, "grammar cannot be satisfied"),
+        ({"json_schema": {"anyOf": [{"const": str(i)} for i in range(30000)]}}, "schema too large"),
     ],
 )
 def test_invalid_grammars_are_refused(client, more, message):

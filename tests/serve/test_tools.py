@@ -312,7 +312,7 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         (
-            {"tool_choice": "required", "extra_body": {"guided_regex": "a+"}},
+            {"tool_choice": "required", "extra_body": {"grammar": 'root ::= "a"'}},
             "or a grammar, not both",
         ),
         ({"tools": [TIME, function("f", [])]}, "tools.1.function.parameters: Input should be"),

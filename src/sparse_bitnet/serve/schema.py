@@ -205,10 +205,6 @@ class _Body(SamplingBody):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] = 1
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Words | None = None
-    guided_grammar: str | None = None
     json_schema: Schema | None = None
     """Schema of the output; llama.cpp's parameter, as is `grammar`."""
     grammar: str | None = None
@@ -232,12 +228,10 @@ class _Body(SamplingBody):
             "json_schema": (self.json_schema, _json_grammar),
             "grammar": (self.grammar or None, Grammar.rules),
             "structured_outputs.json": (outputs.json_schema, _json_grammar),
+            "structured_outputs.regex": (outputs.regex, Grammar.regex),
+            "structured_outputs.choice": (outputs.choice, Grammar.choice),
+            "structured_outputs.grammar": (outputs.grammar, Grammar.rules),
         }
-        makers = {"regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.rules}
-        for kind, make in ({"json": _json_grammar} | makers).items():
-            given[f"guided_{kind}"] = getattr(self, f"guided_{kind}"), make
-        for kind, make in makers.items():
-            given[f"structured_outputs.{kind}"] = getattr(outputs, kind), make
         made = {name: make(value) for name, (value, make) in given.items() if value is not None}
         if outputs.json_object:
             made["structured_outputs.json_object"] = Grammar.json_object()
