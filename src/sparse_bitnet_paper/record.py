@@ -158,7 +158,7 @@ def trained_weights(shape: Shape, vocab_size: int | None) -> int:
     return shape.block_weights + shape.hidden_size * (vocab_size or shape.vocab_size)
 
 
-def flops(model: str, tokens: float, vocab_size: int | None = None) -> float:
+def flops(model: str, tokens: float, vocab_size: int | None) -> float:
     """Return the operations of training: 6 per weight and token, the tied head included. Masks are
     simulated, so all formats have the same number."""
     return 6.0 * tokens * trained_weights(PRESETS[model], vocab_size)

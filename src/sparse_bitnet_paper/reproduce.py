@@ -156,8 +156,9 @@ class _Queue:
         self.lines: dict[str, Line] = {}
         self.whole = progress.line("all runs")
         self.steps = {run.name: run.config.steps for run in pending}
+        vocab = results.setting["data"]["train"]["vocab_size"]
         self.work = {
-            run.name: flops(run.config.model, run.config.steps * run.config.tokens_per_step)
+            run.name: flops(run.config.model, run.config.steps * run.config.tokens_per_step, vocab)
             for run in pending
         }
         self.done = dict.fromkeys(self.work, 0.0)

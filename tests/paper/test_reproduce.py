@@ -19,6 +19,7 @@ from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.cli import paper as cli
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet_paper import record, reproduce
 from sparse_bitnet_paper.claims import average_accuracies
@@ -183,6 +184,15 @@ def test_an_interrupted_set_resumes(tmp_path, monkeypatch, capsys, options, coun
     cli.train_set(scale, ["sweep"], out=out, **options)
     assert sorted(row["format"] for row in read_rows(out)) == ["full-8:8", "ternary-8:8"]
     assert set(Results(out).curves.groupby("run").step.max()) == {steps}
+
+
+def test_progress_counts_embeddings_of_the_prepared_vocabulary(make_set):
+    """The presets' own vocabulary of 151,936 would hide how models differ in size."""
+    run = plan(find_scale("cpu"), ["table2"], 1)[0]
+    queue = reproduce._Queue(make_set(names=["table2"]), [run], reproduce.Progress(QUIET))
+    weights = record.trained_weights(PRESETS[run.config.model], 9)
+    tokens = run.config.steps * run.config.tokens_per_step
+    assert queue.work == {run.name: 6 * tokens * weights}
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 101, 999])
