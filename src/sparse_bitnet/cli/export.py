@@ -3,9 +3,9 @@
 ternary checkpoint of another tool as one of ours."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from sparse_bitnet.cli.arguments import CheckpointArgument, OutArgument, command, parse
+from sparse_bitnet.cli.pack import Embeddings, PackedFormat
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_config import FORMATS, ExportConfig
 
@@ -58,10 +58,10 @@ class ImportConfig:
     """N:M pattern of the codes, for example 6:8. Default: the recorded pattern of a sparse-bitnet export,
     else 8:8 (dense)."""
 
-    packed_format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] | None = None
+    packed_format: PackedFormat | None = None
     """Write a packed folder in this format, as `pack` does, instead of master weights to train from."""
 
-    embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
+    embeddings: Embeddings = "auto"
     """With --packed-format: data type of embedding and output head, as in `pack`."""
 
 

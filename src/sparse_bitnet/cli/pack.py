@@ -11,16 +11,20 @@ from sparse_bitnet.errors import UserError, refuse_unused
 if TYPE_CHECKING:
     from sparse_bitnet.export.pack_checkpoint import PackedSize
 
+# As in `packing.formats`, which imports NumPy: `--help` does without.
+PackedFormat = Literal["auto", "i2", "b3", "nm-enum", "nm-sign"]
+Embeddings = Literal["auto", "bf16", "int8", "float32", "ternary"]
+
 
 @dataclass(kw_only=True)
 class PackConfig:
     """How to store weights and embeddings."""
 
-    packed_format: Literal["auto", "i2", "b3", "nm-enum", "nm-sign"] = "auto"
+    packed_format: PackedFormat = "auto"
     """Packed format of the ternary weights. auto: the smallest that loads at most 1.5 times slower than
     i2. nm-sign: only for models trained with quantizer=binary."""
 
-    embeddings: Literal["auto", "bf16", "int8", "float32", "ternary"] = "auto"
+    embeddings: Embeddings = "auto"
     """Data type of embedding and output head. int8: one scale per row. float32: as trained. auto: ternary
     if they are, as in some models of other tools, else bf16."""
 
