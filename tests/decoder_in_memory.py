@@ -16,8 +16,6 @@ from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.pattern import NMPattern
 
-WEIGHT_FORMATS = {"i2": _cpu.WeightFormat.i2, "b3": _cpu.WeightFormat.b3}
-
 
 def random_model(
     family: str = "qwen2", *, seed: int = 0, format: str = "ternary-6:8", **changes: Any
@@ -53,7 +51,6 @@ class DecoderInMemory:
         context_length: int | None = None,
         cache_tokens: int = 1024,
         isa: str = "",
-        weight_format: str = "i2",
         head: str = "float32",
         embedding: str = "float32",
         group: int = 0,
@@ -68,7 +65,6 @@ class DecoderInMemory:
         head_norms = ("query_layernorm", "key_layernorm") if is_hunyuan else ("q_norm", "k_norm")
         rotary = inner.rotary_emb
         self.layers = sparse_layers(model)
-        self.weight_format = weight_format
         self.group = group
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -141,10 +137,10 @@ class DecoderInMemory:
         norm = getattr(module, name, None)
         return 0 if norm is None else self.floats(norm.weight + float(self.is_gemma))
 
-    def rows(self, rows: np.ndarray, alignment: int = 64) -> tuple[int, int]:
+    def rows(self, rows: np.ndarray) -> tuple[int, int]:
         """64-byte aligned copy of uint8 [rows, bytes], padding poisoned: (row_stride, address)."""
         count, width = rows.shape
-        stride = -(-width // alignment) * alignment
+        stride = -(-width // 64) * 64
         memory = np.full(-(-count // 16) * 16 * stride + 128, 0xA5, np.uint8)
         start = -memory.ctypes.data % 64
         memory[start : start + count * stride].reshape(count, stride)[:, :width] = rows
@@ -152,25 +148,20 @@ class DecoderInMemory:
 
     def matrix(self, linear: Any, **changes: Any) -> _cpu.Matrix:
         pattern = linear.config.pattern
-        format = self.weight_format
         with torch.no_grad():
             codes, _, scale = select(linear.weight, linear.config)[:3]
         assert codes is not None
         assert scale is not None
         n, m = (1, 1) if pattern.is_dense else (pattern.n, pattern.m)
         rows, columns = codes.shape
-        if format == "b3":
-            width = _cpu.bytes_per_row(WEIGHT_FORMATS["b3"], n, m, columns)
-            stride, address = self.rows(np.zeros((-(-rows // 64) * 64, width), np.uint8), 1)
-        else:
-            stride, address = self.rows(pack(codes, format, pattern).numpy())
-        given = {"format": WEIGHT_FORMATS[format], "n": n, "m": m, "rows": rows, "columns": columns}
+        stride, address = self.rows(pack(codes, "i2", pattern).numpy())
+        given = {"format": _cpu.WeightFormat.i2, "n": n, "m": m, "rows": rows, "columns": columns}
         given |= {"row_stride": stride, "address": address, "scale": float(scale)}
         if self.group:  # the same scale for every group
             scales = np.full((-(-rows // 16), columns // self.group, 16), float(scale), np.float32)
             given |= {"scales": self.address(scales), "group": self.group}
         matrix = _cpu.Matrix(**given | changes)
-        if self.group or format == "b3":
+        if self.group:
             packed = pack(codes.contiguous(), "i2", NMPattern(n, m))
             shape = (n, m, rows, columns, packed.numel())
             stored = _cpu.StoredMatrix(_cpu.StoredFormat.i2, *shape, address=packed.data_ptr())
@@ -208,7 +199,7 @@ class DecoderInMemory:
     def forward(
         self, requests: Sequence[tuple[int, Sequence[int]]], which: str = "all"
     ) -> list[np.ndarray]:
-        """One array for each request: [tokens, vocab] ("all"), [vocab] ("last"); none ("none")."""
+        """One array for each request: [tokens, vocab] ("all") or [vocab] ("last")."""
         tokens = [np.array(ids, np.int32) for _, ids in requests]
         counts = [len(ids) for ids in tokens] if which == "all" else [1] * len(tokens)
         logits = np.full((sum(counts), self.vocab), np.nan, np.float32)
@@ -218,10 +209,8 @@ class DecoderInMemory:
                 for (sequence, _), ids in zip(requests, tokens, strict=True)
             ],
             _cpu.Logits[which],
-            0 if which == "none" else logits.ctypes.data,
+            logits.ctypes.data,
         )
-        if which == "none":
-            return []
         parts = np.split(logits, np.cumsum(counts)[:-1])
         return [part[0] for part in parts] if which == "last" else parts
 

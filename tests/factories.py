@@ -72,29 +72,22 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    grouped = {"num_key_value_heads": 2}
-    families = {
-        "qwen2": lambda: transformers.Qwen2Config(**(sizes | grouped | changes)),
-        "llama": lambda: transformers.LlamaConfig(**(sizes | grouped | changes)),
-        "qwen3": lambda: transformers.Qwen3Config(**(sizes | grouped | {"head_dim": 16} | changes)),
-        "mistral": lambda: transformers.MistralConfig(
-            **(sizes | grouped | {"sliding_window": 7} | changes)
-        ),
-        "gemma3_text": lambda: transformers.Gemma3TextConfig(**(sizes | grouped | GEMMA | changes)),
-        "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1Config(
-            **(sizes | grouped | HUNYUAN | changes)
-        ),
-        "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(
-            **(sizes | grouped | QWEN35 | changes)
-        ),
-        "bitnet": lambda: transformers.BitNetConfig(
-            **(sizes | grouped | {"hidden_act": "relu2"} | changes)
-        ),
-        "granite": lambda: transformers.GraniteConfig(**(sizes | grouped | changes)),
-        "cohere": lambda: transformers.CohereConfig(**(sizes | grouped | changes)),
-        "gpt_neox": lambda: transformers.GPTNeoXConfig(**(sizes | changes)),
+    classes: dict[str, tuple[Any, dict[str, Any]]] = {
+        "qwen2": (transformers.Qwen2Config, {}),
+        "llama": (transformers.LlamaConfig, {}),
+        "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+        "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
+        "gemma3_text": (transformers.Gemma3TextConfig, GEMMA),
+        "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, HUNYUAN),
+        "qwen3_5_text": (transformers.Qwen3_5TextConfig, QWEN35),
+        "bitnet": (transformers.BitNetConfig, {"hidden_act": "relu2"}),
+        "granite": (transformers.GraniteConfig, {}),
+        "cohere": (transformers.CohereConfig, {}),
+        "gpt_neox": (transformers.GPTNeoXConfig, {}),
     }
-    return families[family]()
+    config_class, own = classes[family]
+    grouped = {} if family == "gpt_neox" else {"num_key_value_heads": 2}
+    return config_class(**(sizes | grouped | own | changes))
 
 
 def tiny_model(

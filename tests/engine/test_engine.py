@@ -236,6 +236,8 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
     assert 0 < difference < 0.1
     with pytest.raises(UserError, match=r"--activations group asks for .*; use token"):
         Engine.load(qwen, activations="group")
+    with pytest.raises(UserError, match="lookup needs groups of 64 or more, or none: use i2"):
+        Engine.load(tmp_path / "model", weight_format="lookup")
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -250,12 +252,6 @@ def test_lookup_with_group_scales_gives_the_bits_of_i2(tmp_path: Path, group: in
         logits.append(np.vstack([step, all_logits(engine, TOKENS)]))
         engine.close()
     assert np.array_equal(*logits)
-
-
-def test_lookup_refuses_scales_per_32_weights(tmp_path: Path) -> None:
-    write_random_model(tmp_path / "model", "qwen2.5-0.3m", NMPattern(8, 8), scale_group=32)
-    with pytest.raises(UserError, match="lookup needs groups of 64 or more, or none: use i2"):
-        Engine.load(tmp_path / "model", weight_format="lookup")
 
 
 def test_sequences_fork_and_batch_like_separate_ones(qwen: Path) -> None:
