@@ -148,7 +148,7 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
   const std::int64_t padded = padded_dim(work.head_dim);
   alignas(64) float scores[score_rows * page_tokens];
   Advance advance;
-  const int blocks = (rows + tile_rows - 1) / tile_rows;
+  const int blocks = int(packed::divide_up(rows, tile_rows));
   const std::ptrdiff_t to_values = reinterpret_cast<const char*>(values) -
                                    reinterpret_cast<const char*>(keys);
   const std::ptrdiff_t to_next = static_cast<const char*>(next_keys) -
@@ -158,7 +158,7 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
     const std::int64_t seen = keys_seen(work, first + begin + count - 1);
     multiply_rows<T>(count, work.queries + (first + begin) * work.head_dim, work.head_dim, keys,
                      page_tokens, work.head_dim, scores + begin * page_tokens, page_tokens,
-                     (seen + width - 1) / width * width, nullptr, to_values);
+                     packed::divide_up(seen, width) * width, nullptr, to_values);
   }
   constexpr int vectors = page_tokens / width;
   for (int r = 0; r < rows; ++r) {

@@ -16,7 +16,7 @@ constexpr float nothing_seen = -1e30f;
 constexpr std::int64_t most_rows_in_chunks = 64;
 
 // Whole cache lines.
-std::int64_t aligned_floats(std::int64_t count) { return (count + 15) / 16 * 16; }
+std::int64_t aligned_floats(std::int64_t count) { return packed::divide_up(count, 16) * 16; }
 
 // Rows times keys below which another thread costs more than it gains.
 constexpr std::int64_t work_for_threads = 1500;
@@ -57,13 +57,13 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
     const Segment& segment = segments_[s];
     pages_.push_back(cache_.pages(segment.sequence));
     const auto pages_until = [&](std::int64_t token) {
-      return (segment.position + token + page_tokens - 1) / page_tokens;
+      return packed::divide_up(segment.position + token, page_tokens);
     };
     const std::int64_t rows = segment.count * group_, pages = pages_until(segment.count);
     work_ += rows * kv_heads_ * (segment.position + segment.count);
     for (std::int64_t head = 0; head < kv_heads_; ++head) {
       if (rows <= most_rows_in_chunks) {
-        const std::int64_t chunks = (pages + chunk_pages - 1) / chunk_pages;
+        const std::int64_t chunks = packed::divide_up(pages, chunk_pages);
         largest_rows = std::max(largest_rows, rows);
         if (chunks > 1) merges_.push_back({chunks, states, nullptr});
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {

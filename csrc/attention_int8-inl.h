@@ -251,7 +251,7 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
       unit_scores(*unit, rows_from(all, 0, keys_seen(work, first + on_unit - 1)), on_unit);
     }
   }
-  const int left = rows - on_unit, blocks = (left + tile_rows - 1) / tile_rows;
+  const int left = rows - on_unit, blocks = int(packed::divide_up(left, tile_rows));
   for (int b = 0; b < blocks; ++b) {
     const int begin = on_unit + left * b / blocks, end = on_unit + left * (b + 1) / blocks;
     const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));

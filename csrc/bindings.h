@@ -25,6 +25,10 @@ inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
+inline void require_pattern(packed::Pattern pattern) {
+  require(packed::is_valid(pattern), "the pattern is not 1 <= n <= m <= 32");
+}
+
 // Most elements of an array from Python: sizes up to this, and small multiples of them, cannot
 // overflow.
 constexpr std::int64_t most_elements = std::int64_t(1) << 48;

@@ -44,8 +44,8 @@ constexpr std::int64_t most_positions = std::int64_t(1) << 24;
 
 using RequestArguments = std::tuple<int, Address, std::int64_t>;
 
-const float* floats(Address address, const std::string& name, bool wanted) {
-  require(address != 0 || !wanted, name + ": the address is 0");
+const float* floats(Address address, const std::string& name) {
+  require(address != 0, name + ": the address is 0");
   require(address % alignof(float) == 0, name + ": not aligned to 4 bytes");
   return pointer<const float>(address);
 }
@@ -87,7 +87,7 @@ class ModelBuilder {
 
   void add_rope(Address inverse_frequencies, float scaling) {
     require(std::isfinite(scaling), "rope_scaling is not finite");
-    model_.ropes.push_back({floats(inverse_frequencies, "inverse_frequencies", true), scaling});
+    model_.ropes.push_back({floats(inverse_frequencies, "inverse_frequencies"), scaling});
   }
 
   // Qwen3.5: gates of attention, and rope of the first `rotated` dimensions of a head; Gated DeltaNet's sizes.
@@ -119,7 +119,7 @@ class ModelBuilder {
     model_.head = shaped(table, model_.vocab, model_.hidden, "head");
   }
 
-  void set_final_norm(Address address) { model_.final_norm = floats(address, "final_norm", true); }
+  void set_final_norm(Address address) { model_.final_norm = floats(address, "final_norm"); }
 
   // A Matrix or the address of a vector by the name of each member of Block (decoder.h); the linear_norms are
   // q_linear_norm and so on. window: tokens that a token sees, itself included; 0: all. rope: which, from 0.
@@ -167,7 +167,7 @@ class ModelBuilder {
     };
     for (const auto& [key, to] : vectors) {
       if (!weights.contains(key)) continue;
-      *to = floats(nb::cast<Address>(weights[key]), name + key, true);
+      *to = floats(nb::cast<Address>(weights[key]), name + key);
       ++taken;
     }
     require(block.input_norm && block.post_attention_norm, name + "has no input_norm or post_attention_norm");
@@ -192,7 +192,7 @@ class ModelBuilder {
                     bool head) {
     require(block >= 1 && (block & (block - 1)) == 0, "rotation: block is not a power of two");
     Rotation rotation{block, embedding, head};
-    for (const auto& [width, address] : signs) rotation.signs.emplace_back(width, floats(address, "signs", true));
+    for (const auto& [width, address] : signs) rotation.signs.emplace_back(width, floats(address, "signs"));
     model_.rotation = std::move(rotation);
   }
 

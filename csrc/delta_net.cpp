@@ -139,7 +139,7 @@ void Decoder::State::apply_delta_net(const Block& block, std::int64_t tokens, bo
   pool.parallel_for(parts * heads, is_small ? parts * heads : 1, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) convolve(block, i / heads, i % heads);
   });
-  const std::int64_t pieces = (sizes.value_dim + rule_columns - 1) / rule_columns;
+  const std::int64_t pieces = packed::divide_up(sizes.value_dim, rule_columns);
   const std::int64_t of_segment = sizes.value_heads * pieces;
   pool.parallel_for(parts * of_segment, 1, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) {

@@ -14,9 +14,9 @@ std::int64_t element_bits(CacheType type) {
   return type == CacheType::float32 ? 32 : type == CacheType::float16 ? 16 : type == CacheType::int8 ? 8 : 4;
 }
 
-std::int64_t pages_of(std::int64_t tokens) { return (tokens + page_tokens - 1) / page_tokens; }
+std::int64_t pages_of(std::int64_t tokens) { return packed::divide_up(tokens, page_tokens); }
 
-std::int64_t round_up(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
+std::int64_t round_up(std::int64_t bytes) { return packed::divide_up(bytes, 64) * 64; }
 
 }  // namespace
 
@@ -24,7 +24,7 @@ KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std
                  std::int64_t cache_tokens)
     : type_(type), kv_heads_(kv_heads) {
   const std::int64_t bits = element_bits(type);
-  const std::int64_t key_dim = type == CacheType::int4 ? (head_dim + 7) / 8 * 8 : four_dim(head_dim);
+  const std::int64_t key_dim = type == CacheType::int4 ? packed::divide_up(head_dim, 8) * 8 : four_dim(head_dim);
   key_bytes_ = round_up(key_dim * page_tokens * bits / 8);
   value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * bits / 8);
   scale_bytes_ = has_codes(type) ? page_tokens * std::int64_t(sizeof(float)) : 0;

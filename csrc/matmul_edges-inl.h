@@ -66,7 +66,6 @@ TARGET __attribute__((always_inline)) static inline void finish_ternary(const Ac
                                                                         const std::int32_t* dots,
                                                                         std::int64_t row_step, std::int32_t offset) {
   const std::int64_t rows = end - begin;
-  const float* bias = product.bias ? product.bias + begin : nullptr;
   for (std::int64_t t = 0; t < x.tokens; ++t) {
     const std::int32_t* dot = dots + t * row_step;
     float* y = product.y + t * product.y_stride + begin;
@@ -77,9 +76,7 @@ TARGET __attribute__((always_inline)) static inline void finish_ternary(const Ac
       const float scale = x.scales[t] * product.matrix->scale;
       for (std::int64_t r = 0; r < rows; ++r) y[r] = float(dot[r] - excess) * scale;
     }
-    if (bias) {
-      for (std::int64_t r = 0; r < rows; ++r) y[r] += bias[r];
-    }
+    for (std::int64_t r = 0; product.bias && r < rows; ++r) y[r] += product.bias[begin + r];
   }
 }
 
@@ -107,9 +104,7 @@ TARGET static void finish_int8(const Activations& x, const Product& product, std
         y[r] = float(std::int32_t(dot[r] - excess)) * (scale * scales[r]);
       }
     }
-    if (product.bias) {
-      for (std::int64_t r = 0; r < rows; ++r) y[r] += product.bias[begin + r];
-    }
+    for (std::int64_t r = 0; product.bias && r < rows; ++r) y[r] += product.bias[begin + r];
   }
 }
 
@@ -121,8 +116,6 @@ TARGET static void finish_groups(const Activations& x, const Product& product, s
     float* y = product.y + t * product.y_stride + begin;
     const float scale = x.group ? 1.0f : x.scales[t];
     for (std::int64_t r = 0; r < rows; ++r) y[r] = sums[t * row_step + r] * scale;
-    if (product.bias) {
-      for (std::int64_t r = 0; r < rows; ++r) y[r] += product.bias[begin + r];
-    }
+    for (std::int64_t r = 0; product.bias && r < rows; ++r) y[r] += product.bias[begin + r];
   }
 }

@@ -64,15 +64,13 @@ const char* GroupDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) 
   const int word_bits = bits_of(groups_per_word_), tail_bits = bits_of(tail);
   const char* damage = nullptr;
   std::int64_t bit = 0;
-  for (std::int64_t word = groups / groups_per_word_; word > 0; --word, bit += word_bits) {
-    const char* error = decode_word(load_bits(row, bit, word_bits), groups_per_word_, digits);
+  for (std::int64_t left = groups; left > 0; left -= groups_per_word_) {
+    const bool is_whole = left >= groups_per_word_;
+    const int count = is_whole ? groups_per_word_ : tail, bits = is_whole ? word_bits : tail_bits;
+    const char* error = decode_word(load_bits(row, bit, bits), count, digits);
     if (error != nullptr) damage = error;
-    digits += std::int64_t(groups_per_word_) * pattern_.m;
-  }
-  if (tail != 0) {
-    const char* error = decode_word(load_bits(row, bit, tail_bits), tail, digits);
-    if (error != nullptr) damage = error;
-    bit += tail_bits;
+    digits += std::int64_t(count) * pattern_.m;
+    bit += bits;
   }
   return bit % 8 != 0 && row[bit / 8] >> (bit % 8) != 0 ? bad_padding : damage;
 }

@@ -13,8 +13,6 @@ namespace {
 
 using packed::Pattern;
 
-constexpr char bad_i2[] = "a two-bit field holds 3, which stands for no code";
-constexpr char bad_b3[] = "a byte stands for no five codes";
 constexpr char bad_padding[] = "the padding of a row is not zero codes";
 constexpr char bad_group[] = "a group has more non-zeros than the pattern allows";
 
@@ -75,7 +73,7 @@ std::uint64_t existing(std::int64_t left) {
 struct I2 {
   static constexpr int planes = 4, block_bytes = packed::i2_block_bytes;
   static constexpr auto plane_bytes = packed::i2_plane_bytes;
-  static constexpr const char* bad = bad_i2;
+  static constexpr const char* bad = "a two-bit field holds 3, which stands for no code";
 
   static void split(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
     for (int p = 0; p < 4; ++p) {
@@ -98,7 +96,7 @@ struct I2 {
 struct B3 {
   static constexpr int planes = 5, block_bytes = packed::b3_block_bytes;
   static constexpr auto plane_bytes = packed::b3_plane_bytes;
-  static constexpr const char* bad = bad_b3;
+  static constexpr const char* bad = "a byte stands for no five codes";
 
   static void split(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
     std::uint8_t fraction[block_bytes];
