@@ -9,7 +9,6 @@
 #include "bindings.h"
 #include "delta_net.h"
 #include "ops.h"
-#include "packed_format.h"
 #include "platform.h"
 #include "roofline.h"
 
@@ -22,11 +21,6 @@ namespace {
 void require_array(std::int64_t count, std::int64_t width) {
   require(width >= 0 && width <= most_elements && count >= 0 && count <= most_elements / (width + 1),
           "a size is out of range");
-}
-
-void require_groups(std::int64_t groups, int n, int m) {
-  require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
-  require_array(groups, m);
 }
 
 // The roofline of csrc/roofline.h, with threads and memory of its own.
@@ -64,24 +58,16 @@ NB_MODULE(_cpu, module) {
                   "By name, or by SPARSE_BITNET_ISA, or the best. ValueError if there is none.")
       .def_prop_ro("isa", [](const Kernels& self) { return std::string(self.isa); })
       .def(
-          "nm_mask",
-          [](const Kernels& self, Address weight, Dtype dtype, std::int64_t groups, int n, int m,
-             Address mask, int threads) {
-            require_groups(groups, n, m);
-            select_ternary(self, pointer<const void>(weight), dtype, 1, groups, n, m, nullptr,
-                           pointer<std::uint8_t>(mask), threads);
-          },
-          "weight"_a, "dtype"_a, "groups"_a, "n"_a, "m"_a, "mask"_a, "threads"_a, unlocked)
-      .def(
           "select_ternary",
           [](const Kernels& self, Address weight, Dtype dtype, float weight_scale,
              std::int64_t groups, int n, int m, Address codes, Address mask, int threads) {
-            require_groups(groups, n, m);
+            require_pattern({n, m});
+            require_array(groups, m);
             select_ternary(self, pointer<const void>(weight), dtype, weight_scale, groups, n, m,
                            pointer<std::int8_t>(codes), pointer<std::uint8_t>(mask), threads);
           },
           "weight"_a, "dtype"_a, "weight_scale"_a, "groups"_a, "n"_a, "m"_a, "codes"_a, "mask"_a,
-          "threads"_a, unlocked)
+          "threads"_a, unlocked, "codes may be 0: the mask alone.")
       .def(
           "absmean",
           [](const Kernels& self, Address weight, Dtype dtype, std::int64_t count, int threads) {

@@ -56,9 +56,9 @@ namespace JOIN(kernels_, ISA) {
 template <class Unit>
 constexpr VectorKernels kernels_on() {
   return {
-      nm_mask,       select_ternary, dense_ternary, sum_magnitudes, quantize_int8,  quantize_int4,
-      add_and_norm,  gated,          rotate,        hadamard,       attend<Unit>,   merge,
-      finish,        append,         dot,           convolve,       delta_rule,     multiply_table,
+      select_ternary, dense_ternary, sum_magnitudes, quantize_int8,  quantize_int4, add_and_norm,
+      gated,          rotate,        hadamard,       attend<Unit>,   merge,         finish,
+      append,         dot,           convolve,       delta_rule,     multiply_table,
   };
 }
 

@@ -28,7 +28,7 @@ constexpr std::int64_t bytes_per_thread = 1 << 18;
 template <class Body>
 void parallel_for(std::int64_t count, std::int64_t size, int threads, const Body& body) {
   static const OpenmpParallel openmp = find_openmp();
-  const std::int64_t team = std::min<std::int64_t>(threads, (count + size - 1) / size);
+  const std::int64_t team = std::min<std::int64_t>(threads, packed::divide_up(count, size));
   if (team <= 1 || !openmp || fork_count() > 0) {
     if (count > 0) body(std::int64_t(0), count);
     return;
@@ -82,18 +82,16 @@ void select_ternary(const Kernels& kernels, const void* weight, Dtype dtype, flo
       std::memset(mask + first, 1, count);
       if (codes == nullptr) return;
       kernels.vector.dense_ternary(at(weight, first, dtype), dtype, weight_scale, count, codes + first);
-    } else if (codes == nullptr) {
-      kernels.vector.nm_mask(at(weight, first, dtype), dtype, end - begin, n, m, mask + first);
     } else {
       kernels.vector.select_ternary(at(weight, first, dtype), dtype, weight_scale, end - begin, n, m,
-                             codes + first, mask + first);
+                                    codes ? codes + first : nullptr, mask + first);
     }
   });
 }
 
 float absmean(const Kernels& kernels, const void* weight, Dtype dtype, std::int64_t count,
               int threads) {
-  std::vector<double> sums((count + sum_block - 1) / sum_block);
+  std::vector<double> sums(packed::divide_up(count, sum_block));
   const int team = useful_threads(threads, count * bytes_of(dtype));
   parallel_for(std::int64_t(sums.size()), 1, team, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b) {

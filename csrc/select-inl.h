@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// nm_mask and select_ternary: n of every m weights without sorting.
+// select_ternary: n of every m weights without sorting.
 //
 // A weight is kept when fewer than n weights of its group come before it in the order "larger
 // magnitude first, lower index first". One vector holds the i-th weight of as many groups as it has
@@ -47,7 +47,7 @@ template <int M, class T>
 INLINE void keep_largest(const Vector<T>* key, int n, int m, Vector<T>* kept) {
   // Keys and counts of one block stay in registers while the later keys stream past.
   constexpr int block = M <= 8 ? M : VECTOR_BYTES == 64 ? 8 : 4;
-  const int used = M == block ? M : (m + block - 1) / block * block;
+  const int used = M == block ? M : int(packed::divide_up(m, block)) * block;
   Vector<T> before[M];
   UNROLL for (int i = 0; i < M; ++i) before[i] = splat<T>(T(i));
   for (int first = 0; first < used; first += block) {
@@ -168,9 +168,10 @@ TARGET static void select_groups(const T* weight, T threshold, std::int64_t grou
 }
 
 template <bool CODES, class T>
-TARGET static void select_any(const void* weight, T threshold, std::int64_t groups, int n, int m,
+TARGET static void select_any(const void* weight, float weight_scale, std::int64_t groups, int n, int m,
                               std::int8_t* codes, std::uint8_t* mask) {
   const T* w = static_cast<const T*>(weight);
+  const T threshold = threshold_key<T>(weight_scale);
   if (m <= 4) return select_groups<4, CODES, T>(w, threshold, groups, n, m, codes, mask);
   if (m <= 8) return select_groups<8, CODES, T>(w, threshold, groups, n, m, codes, mask);
   if (m <= 16) return select_groups<16, CODES, T>(w, threshold, groups, n, m, codes, mask);
@@ -205,25 +206,13 @@ TARGET static void dense_codes(const void* weight, T threshold, std::int64_t cou
   for (std::int64_t k = i; k < count; ++k) codes[k] = last_codes[k - i];
 }
 
-TARGET static void nm_mask(const void* weight, Dtype dtype, std::int64_t groups, int n, int m,
-                           std::uint8_t* mask) {
-  if (dtype == Dtype::float32) {
-    select_any<false, std::int32_t>(weight, 0, groups, n, m, nullptr, mask);
-  } else {
-    select_any<false, std::int16_t>(weight, 0, groups, n, m, nullptr, mask);
-  }
-}
-
 TARGET static void select_ternary(const void* weight, Dtype dtype, float weight_scale,
                                   std::int64_t groups, int n, int m, std::int8_t* codes,
                                   std::uint8_t* mask) {
-  if (dtype == Dtype::float32) {
-    const auto threshold = threshold_key<std::int32_t>(weight_scale);
-    select_any<true, std::int32_t>(weight, threshold, groups, n, m, codes, mask);
-  } else {
-    const auto threshold = threshold_key<std::int16_t>(weight_scale);
-    select_any<true, std::int16_t>(weight, threshold, groups, n, m, codes, mask);
-  }
+  const bool is_float = dtype == Dtype::float32;
+  const auto select = codes ? is_float ? select_any<true, std::int32_t> : select_any<true, std::int16_t>
+                            : is_float ? select_any<false, std::int32_t> : select_any<false, std::int16_t>;
+  select(weight, weight_scale, groups, n, m, codes, mask);
 }
 
 TARGET static void dense_ternary(const void* weight, Dtype dtype, float weight_scale,

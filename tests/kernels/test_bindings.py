@@ -18,8 +18,6 @@ HUGE = (2**63 - 1, 2**62, 2**53, -1, -(2**63))
 def test_sizes_of_ops_kernels_are_checked(size: int) -> None:
     kernels = _cpu.Kernels.choose("")
     with pytest.raises(ValueError, match="out of range"):
-        kernels.nm_mask(0, _cpu.Dtype.float32, size, 2, 4, 0, 1)
-    with pytest.raises(ValueError, match="out of range"):
         kernels.select_ternary(0, _cpu.Dtype.bfloat16, 1.0, size, 2, 4, 0, 0, 1)
     with pytest.raises(ValueError, match="out of range"):
         kernels.absmean(0, _cpu.Dtype.float32, size, 1)
@@ -32,7 +30,7 @@ def test_sizes_of_ops_kernels_are_checked(size: int) -> None:
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (5, 4), (1, 0), (1, 33), (1, -4)])
 def test_patterns_are_checked(n: int, m: int) -> None:
     with pytest.raises(ValueError, match="pattern"):
-        _cpu.Kernels.choose("").nm_mask(0, _cpu.Dtype.float32, 8, n, m, 0, 1)
+        _cpu.Kernels.choose("").select_ternary(0, _cpu.Dtype.float32, 1.0, 8, n, m, 0, 0, 1)
     with pytest.raises(ValueError, match="pattern"):
         _cpu.bytes_per_row(_cpu.WeightFormat.lookup, n, m, 64)
 

@@ -133,8 +133,9 @@ from sparse_bitnet import _cpu
 weight = array.array("f", range(800_000))
 mask = bytearray(800_000)
 view = array.array("B", mask)
-_cpu.Kernels.choose().nm_mask(weight.buffer_info()[0], _cpu.Dtype.float32, 100_000, 6, 8,
-                              view.buffer_info()[0], 2)
+_cpu.Kernels.choose().select_ternary(
+    weight.buffer_info()[0], _cpu.Dtype.float32, 1.0, 100_000, 6, 8, 0, view.buffer_info()[0], 2
+)
 assert bytes(view) == bytes([0, 0, 1, 1, 1, 1, 1, 1]) * 100_000
 """
     run_python(code)

@@ -38,7 +38,8 @@ class Kernels:
         """See `ops.nm_mask`."""
         weight = weight.contiguous()
         mask, groups = torch.empty(weight.shape, dtype=torch.bool), weight.numel() // m
-        self._kernels.nm_mask(*_at(weight), groups, n, m, mask.data_ptr(), self.threads)
+        where = (0, mask.data_ptr())
+        self._kernels.select_ternary(*_at(weight), 1.0, groups, n, m, *where, self.threads)
         return mask
 
     def absmean(self, weight: Tensor) -> Tensor:
