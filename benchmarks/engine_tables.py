@@ -35,7 +35,7 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
     return markdown(head, lines, speeds[0], f"python benchmarks/peers.py{options}")
 
 
-_BITS = {"i2": 2, "b3": 1.6, "lookup": 1.67, "TQ2_0": 2.06, "IQ2_BN": 2}
+_BITS = {"i2": 2, "b3": 1.67, "lookup": 1.67, "TQ2_0": 2.06, "IQ2_BN": 2}
 _WEIGHTS, _HEAD = 1_310_195_712, 151_936 * 1536
 """Weights of qwen2.5-1.5b's blocks, and of its head, which has 8 bits a weight in every engine."""
 

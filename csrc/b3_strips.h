@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// b3 as it is multiplied: 5 bits for three weights, never in a file. The products look up sums of three activations, for
-// all rows of a vector at once (matmul_sums-inl.h).
+// Base-3 weights as they are multiplied: 5 bits for three weights, never in a file. --weight-format calls them b3; the b3
+// of files (packed_format.h) is another layout. The products look up sums of three activations, for all rows of a vector at
+// once (matmul_sums-inl.h).
 //
 // Rows lie in strips of 64, whose bytes j are 64 neighbours, the last strip filled up with rows of any codes. Columns are
 // cut into segments of 24; a row without group scales is filled up with zeros to whole ones. Each group of 64, 128 or 256

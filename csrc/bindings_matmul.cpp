@@ -29,13 +29,12 @@ void require_stride(std::int64_t rows, std::int64_t row_stride, std::int64_t row
 }
 
 std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns, bool exact, std::int64_t group) {
-  require(packed::is_valid({n, m}), "the pattern is not 1 <= n <= m <= 32");
+  require_pattern({n, m});
   require(format != WeightFormat::int8 || columns <= most_int8_columns, "int8 takes at most 2^17 columns");
   require(!exact || format == WeightFormat::lookup, "exact counts of non-zeros are for lookup");
   require(format != WeightFormat::lookup || columns % m == 0, "m does not divide the columns");
   require_columns(columns);
-  const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
-  require(group == 0 || (!is_table && packed::is_scale_group(group, columns)),
+  require(group == 0 || (is_ternary(format) && packed::is_scale_group(group, columns)),
           "group scales are for 32, 64, 128 or 256 ternary weights that divide the columns");
   return Matrix::bytes_per_row(format, {n, m, exact}, columns, group);
 }
@@ -44,17 +43,16 @@ void make_matrix(Matrix* place, WeightFormat format, int n, int m, std::int64_t 
                  std::int64_t columns, std::int64_t row_stride, Address address, float scale,
                  Address scales, std::int64_t group, ScaleType scale_type, bool exact) {
   const std::int64_t row_bytes = bytes_per_row(format, n, m, columns, exact, group);
-  const bool is_lookup = format == WeightFormat::lookup, is_b3 = format == WeightFormat::b3;
+  const bool is_lookup = format == WeightFormat::lookup, is_b3 = format == WeightFormat::b3_strips;
   require_stride(rows, row_stride, row_bytes, is_lookup ? 8 : is_b3 ? 1 : matrix_alignment);
   require((!is_lookup && !is_b3) || row_stride == row_bytes, "rows of lookup and b3 lie one behind another");
   require(address != 0 && address % matrix_alignment == 0, "the address is not aligned to 64 bytes");
   require(std::isfinite(scale), "the scale is not finite");
-  const bool is_table = format == WeightFormat::int8 || format == WeightFormat::int4;
   const bool is_triple = lookup::shape_of({n, m, exact}).weights == lookup::triples.weights;
   require(group == 0 || !is_lookup || is_triple, "lookup has groups of pattern 1:1");
   require(group != 32 || format == WeightFormat::i2, "groups of 32 are for i2");
   require(group != 0 || scale_type == ScaleType::float32, "scales of rows are float32");
-  require((scales != 0 || (!is_table && group == 0)) && scales % alignof(float) == 0,
+  require((scales != 0 || (is_ternary(format) && group == 0)) && scales % alignof(float) == 0,
           "the scales are missing or not aligned to 4 bytes");
   new (place) Matrix{format,     {n, m, exact}, rows, columns,
                      row_stride, pointer<const std::uint8_t>(address), scale,
@@ -143,7 +141,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   module.attr("B3_STRIP_ROWS") = b3_strips::rows;
   nb::enum_<WeightFormat>(module, "WeightFormat", "See csrc/matmul.h.")
       .value("i2", WeightFormat::i2)
-      .value("b3", WeightFormat::b3)
+      .value("b3", WeightFormat::b3_strips)
       .value("int8", WeightFormat::int8)
       .value("int4", WeightFormat::int4)
       .value("lookup", WeightFormat::lookup);

@@ -36,7 +36,7 @@ void make_stored_matrix(StoredMatrix* place, StoredFormat format, int n, int m, 
   const packed::Pattern pattern = {n, m, format == StoredFormat::nm_sign};
   const ByteSource source = {pointer<const std::uint8_t>(address), descriptor, offset};
   require_source(rows, columns, source);
-  require(packed::is_valid(pattern), "the pattern is not 1 <= n <= m <= 32");
+  require_pattern(pattern);
   require(columns % packed::coded(pattern).m == 0, "columns are no multiple of m");
   require(bytes == rows * StoredMatrix::bytes_per_row(format, pattern, columns),
           "the stored bytes do not make up the matrix");
@@ -63,8 +63,7 @@ Report report(const Loaded& loaded) {
 }
 
 Report repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
-  require(out.format != WeightFormat::int8 && out.format != WeightFormat::int4,
-          "the format is not one of ternary weights");
+  require(is_ternary(out.format), "the format is not one of ternary weights");
   const bool is_any = out.group != 0 && out.format == WeightFormat::lookup;
   require(out.rows == stored.rows && out.columns == stored.columns &&
               (is_any || (out.pattern.n == stored.pattern.n && out.pattern.m == stored.pattern.m)),

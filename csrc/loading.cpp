@@ -89,7 +89,7 @@ class Repacking {
     const char* damage = decode(from, digits);
     if (damage != nullptr) return damage;
     if (out_.pattern.exact && !stored_.pattern.exact && !has_full_groups(digits)) return bad_count;
-    if (out_.in_strips() && out_.format == WeightFormat::b3) {
+    if (out_.in_strips() && out_.format == WeightFormat::b3_strips) {
       b3_strips::encode_row(digits, stored_.columns, out_.group, to - index % b3_strips::rows * (out_.row_stride - 1));
     } else if (out_.in_strips()) {
       to -= index % strip_rows * (out_.row_stride - 4);

@@ -135,7 +135,7 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
   switch (format) {
     case WeightFormat::i2:
       return packed::i2_row_bytes(columns);
-    case WeightFormat::b3:
+    case WeightFormat::b3_strips:
       return packed::divide_up(columns, b3_strips::part_columns(group)) * b3_strips::part_bytes(b3_strips::part_columns(group));
     case WeightFormat::lookup:
       return lookup::shape_of(pattern).row_bytes(columns);
@@ -155,7 +155,7 @@ int Matrix::strip_code(std::int64_t row, std::int64_t column) const {
     const int code = lookup::code_at(lookup::triples, at, place.vector, int(row % strip_rows * 4 + column % 4));
     return lookup::layout_of(pattern).digits[place.digit][code] - 1;
   }
-  if (format == WeightFormat::b3) {
+  if (format == WeightFormat::b3_strips) {
     const std::int64_t in_strip = row % b3_strips::rows;
     return b3_strips::weight_at(data + (row - in_strip) * row_stride + in_strip, group, column);
   }
@@ -283,7 +283,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   bool in_b3_strips = false;
-  for (int i = 0; i < count; ++i) in_b3_strips |= products[i].matrix->format == WeightFormat::b3;
+  for (int i = 0; i < count; ++i) in_b3_strips |= products[i].matrix->format == WeightFormat::b3_strips;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;

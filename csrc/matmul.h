@@ -19,14 +19,15 @@ namespace sparse_bitnet {
 // strips of 16 rows follow each other, 16 row_stride bytes apart, the last one filled up with rows of any
 // codes. 64 bytes of a strip hold 16 columns c, c + 1, ...: 32-bit word i is of row i, and its byte j holds
 // in bits 2p and 2p + 1 weight c + 4p + j, plus one.
-// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes. b3 lies as
+// lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes. b3_strips lies as
 // b3_strips.h says.
 // int8 and int4 are for the embedding and the output head.
 //   int8: one byte a weight, two's complement, float scale [rows]; at most most_int8_columns.
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
 //         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
-enum class WeightFormat : int { i2 = 0, b3 = 1, int8 = 2, int4 = 3, lookup = 4 };
+enum class WeightFormat : int { i2 = 0, b3_strips = 1, int8 = 2, int4 = 3, lookup = 4 };
 constexpr int weight_formats = 5;
+constexpr bool is_ternary(WeightFormat format) { return format != WeightFormat::int8 && format != WeightFormat::int4; }
 
 // Limit of int8 rows: 32 bits hold the sum of at most 2^17 products of 128 and 127.
 constexpr std::int64_t most_int8_columns = std::int64_t(1) << 17;
@@ -40,16 +41,16 @@ enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr int matrix_alignment = 64;
 
 // A matrix [rows, columns], ready to be multiplied. `data` is 64-byte aligned, row_stride is a multiple
-// of 64 and at least bytes_per_row(), of lookup and of b3 those exactly, and at least 64 bytes behind the
+// of 64 and at least bytes_per_row(), of lookup and of b3_strips those exactly, and at least 64 bytes behind the
 // last row are readable; the bytes of a row beyond bytes_per_row() are arbitrary.
 struct Matrix {
   WeightFormat format;
   packed::Pattern pattern;  // of lookup
   std::int64_t rows, columns, row_stride;
   const std::uint8_t* data;
-  float scale;          // i2, b3: the weight scale, a multiplier
-  const float* scales;  // int8 [rows], int4 [rows, columns / 64]; i2, b3 [rows], or null: `scale`
-  // i2, b3, lookup with a scale for every `group` columns (packed_format.h) in place of both: those of the
+  float scale;          // i2, b3_strips: the weight scale, a multiplier
+  const float* scales;  // int8 [rows], int4 [rows, columns / 64]; i2, b3_strips [rows], or null: `scale`
+  // i2, b3_strips, lookup with a scale for every `group` columns (packed_format.h) in place of both: those of the
   // rows of a strip together, [ceil(rows / rows_of_strip), columns / group, rows_of_strip].
   std::int64_t group = 0;
   ScaleType scale_type = ScaleType::float32;
@@ -57,8 +58,8 @@ struct Matrix {
 
   // Number of columns whose sum has a scale of its own; 0 if all columns share one.
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
-  bool in_strips() const { return group != 0 || format == WeightFormat::b3; }
-  std::int64_t rows_of_strip() const { return format == WeightFormat::b3 ? b3_strips::rows : strip_rows; }
+  bool in_strips() const { return group != 0 || format == WeightFormat::b3_strips; }
+  std::int64_t rows_of_strip() const { return format == WeightFormat::b3_strips ? b3_strips::rows : strip_rows; }
   // Of a matrix in strips the code, and of one with groups the scale, of a place.
   int strip_code(std::int64_t row, std::int64_t column) const;
   float group_scale(std::int64_t row, std::int64_t index) const;
@@ -88,13 +89,13 @@ struct Activations {
   // For lookup's codes of neighbours, made by `matmul` too: of every 256 codes each fourth one, from the first, second,
   // third and last on, [tokens, quad_stride(columns)], zeros behind `columns`.
   const std::int8_t* quads = nullptr;
-  // For b3, made by `matmul` too: [tokens, parts, codes of a part, sum_table_bytes].
+  // For b3_strips, made by `matmul` too: [tokens, parts, codes of a part, sum_table_bytes].
   const std::uint8_t* sum_tables = nullptr;
 
   std::int64_t scales_a_token() const { return group ? columns / group : 1; }
 };
 
-constexpr std::int64_t activation_stride(std::int64_t columns) { return (columns + 63) / 64 * 64; }
+constexpr std::int64_t activation_stride(std::int64_t columns) { return packed::divide_up(columns, 64) * 64; }
 constexpr std::int64_t activation_slack = 512;
 constexpr std::int64_t quad_stride(std::int64_t columns) {
   return lookup::quads.blocks(columns) * lookup::quads.block_columns();

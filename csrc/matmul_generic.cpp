@@ -34,7 +34,7 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
         out[i] = std::int8_t(packed::i2_code(row, matrix.columns, begin + i));
       }
       return;
-    case WeightFormat::b3: return;  // lies in strips
+    case WeightFormat::b3_strips: return;  // lies in strips
     case WeightFormat::int8:
       for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(row[begin + i]);
       return;

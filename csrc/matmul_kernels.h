@@ -14,7 +14,7 @@ namespace sparse_bitnet {
 // Tokens that `multiply` takes at a time, and rows of a piece that it is given at most.
 constexpr std::int64_t max_tokens_a_call = 512;
 constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
-constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3's strips are looked up, not multiplied
+constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3_strips are looked up, not multiplied
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
 // With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, half as many meet four times
@@ -30,7 +30,7 @@ constexpr std::int64_t max_column_block = 512, unit_column_block = 768;
 constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern,
                                     bool on_unit = false) {
   if (on_unit) return unit_column_block;
-  if (format == WeightFormat::b3 && group == 0) return 20 * b3_strips::segment_columns;
+  if (format == WeightFormat::b3_strips && group == 0) return 20 * b3_strips::segment_columns;
   if (format != WeightFormat::lookup || lookup::shape_of(pattern).neighbours()) return max_column_block;
   return group ? 768 : 3 * lookup::triples.block_columns();  // multiples of three groups
 }
@@ -74,7 +74,7 @@ struct MatmulKernels {
   std::int64_t tiles_from;
 };
 
-// b3 times few tokens (matmul_sums-inl.h), for all instruction sets of x86; nulls elsewhere.
+// b3_strips times few tokens (matmul_sums-inl.h), for all instruction sets of x86; nulls elsewhere.
 constexpr std::int64_t sum_table_bytes = 32;  // of a code
 struct SumKernels {
   // Of the codes of a part (b3_strips.h): [codes of a part, sum_table_bytes].

@@ -22,7 +22,7 @@ TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64
 TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                std::int64_t column, std::int64_t count, std::int64_t to_next,
                                std::uint8_t* tile) {
-  if (matrix.format == WeightFormat::b3) return unpack_b3(matrix, begin, column, count, tile);
+  if (matrix.format == WeightFormat::b3_strips) return unpack_b3_strips(matrix, begin, column, count, tile);
   for (std::int64_t r = begin; r < end; r += row_lanes) {
     const std::int64_t last = r + row_lanes < end ? r + row_lanes : end;
     unpack_rows(matrix, r, last, column, count, to_next, tile + tile_columns * (r - begin));
@@ -211,7 +211,7 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const Matrix& matrix = *product.matrix;
   const WeightFormat format = matrix.format;
   const bool of_i2 = format == WeightFormat::i2;
-  const bool looks_up = format == WeightFormat::lookup && VECTOR_BYTES == 64, by_sums = format == WeightFormat::b3 && x.sum_tables;
+  const bool looks_up = format == WeightFormat::lookup && VECTOR_BYTES == 64, by_sums = format == WeightFormat::b3_strips && x.sum_tables;
   const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
   const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of b3 (b3_strips.h) and few tokens, without a multiplication: an index looks up the sum that
+// Products of b3_strips and few tokens, without a multiplication: an index looks up the sum that
 // its weights make of their three activations, in tables of a token. A sum is two digits of at most 14, low + 27 high:
 // those of eight codes fit 8 bits. For all instruction sets of x86. Included by matmul-inl.h with HAS_SUMS.
 

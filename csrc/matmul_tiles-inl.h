@@ -113,7 +113,7 @@ INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int
   }
 }
 
-// A segment of b3 of a tile's rows. 128 bits hold a code of sixteen rows: in a vector lie those of the first four codes,
+// A segment of b3_strips of a tile's rows. 128 bits hold a code of sixteen rows: in a vector lie those of the first four codes,
 // then those of the last four, and so on. Side by side, four codes of a row are words of four columns.
 template <int CODES>
 INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
@@ -158,8 +158,8 @@ INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
   }
 }
 
-// Columns [begin, begin + count) of b3 of a tile's rows from `row` on; `begin` is the first of a part (b3_strips.h).
-TARGET static void unpack_b3(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
+// Columns [begin, begin + count) of a tile's rows from `row` on, of b3_strips; `begin` is the first of a part.
+TARGET static void unpack_b3_strips(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
                              std::uint8_t* tile) {
   const std::int64_t part = b3_strips::part_columns(matrix.group), in_strip = row % b3_strips::rows;
   const std::uint8_t* at = matrix.data + (row - in_strip) * matrix.row_stride + in_strip +
@@ -251,7 +251,7 @@ TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, s
     case WeightFormat::i2:
       unpack_i2(rows, matrix.columns, column, count, tile);
       return;
-    case WeightFormat::b3: return;  // see unpack_b3
+    case WeightFormat::b3_strips: return;  // see unpack_b3_strips
     case WeightFormat::int8:
       unpack_int8(rows, column, count, tile);
       return;

@@ -88,8 +88,6 @@ struct Tokens {
   }
 };
 
-bool is_ternary(WeightFormat format) { return format != WeightFormat::int8 && format != WeightFormat::int4; }
-
 constexpr packed::Pattern dense = {1, 1};
 
 struct Weights {
@@ -101,7 +99,7 @@ struct Weights {
   // `value` is the digit of all weights, or the byte of int8 and int4; -1: random ones.
   Weights(Random& random, WeightFormat format, packed::Pattern pattern, std::int64_t rows, std::int64_t columns, int value) {
     const std::int64_t width = Matrix::bytes_per_row(format, pattern, columns);
-    const bool is_dense = format == WeightFormat::lookup || format == WeightFormat::b3;
+    const bool is_dense = format == WeightFormat::lookup || format == WeightFormat::b3_strips;
     const std::int64_t stride = is_dense ? width : packed::divide_up(width, matrix_alignment) * matrix_alignment;
     constexpr std::int64_t strip = b3_strips::rows;
     memory.assign(packed::divide_up(rows, strip) * strip * stride + matrix_alignment, poison);
@@ -121,7 +119,7 @@ struct Weights {
       }
       switch (format) {
         case WeightFormat::i2: encode_i2(digits.data(), columns, row); break;
-        case WeightFormat::b3: b3_strips::encode_row(digits.data(), columns, 0, row - r % strip * (stride - 1)); break;
+        case WeightFormat::b3_strips: b3_strips::encode_row(digits.data(), columns, 0, row - r % strip * (stride - 1)); break;
         case WeightFormat::lookup: {
           const int in_strip = int(r % lookup::shape_of(pattern).rows());
           lookup::encode_row(pattern, digits.data(), columns, in_strip, row - in_strip * stride);
@@ -145,7 +143,7 @@ struct Weights {
     matrix.group_scales = group_scales.data();
     if (matrix.format == WeightFormat::i2) return;
     const std::int64_t strip_rows = matrix.rows_of_strip();
-    const bool is_b3 = matrix.format == WeightFormat::b3;
+    const bool is_b3 = matrix.format == WeightFormat::b3_strips;
     if (is_b3) matrix.row_stride = Matrix::bytes_per_row(matrix.format, dense, matrix.columns, group);
     memory.resize(packed::divide_up(matrix.rows, strip_rows) * strip_rows * matrix.row_stride + matrix_alignment);
     matrix.data = memory.data();
@@ -169,9 +167,9 @@ std::vector<float> product(const Kernels& kernels, ThreadPool& pool, const Weigh
 }
 
 constexpr std::pair<WeightFormat, packed::Pattern> layouts[] = {
-    {WeightFormat::i2, dense},      {WeightFormat::b3, dense},       {WeightFormat::int8, dense},
-    {WeightFormat::int4, dense},    {WeightFormat::lookup, {2, 4}},  {WeightFormat::lookup, {6, 8}},
-    {WeightFormat::lookup, dense},  {WeightFormat::lookup, {3, 4, true}},
+    {WeightFormat::i2, dense},     {WeightFormat::b3_strips, dense}, {WeightFormat::int8, dense},
+    {WeightFormat::int4, dense},   {WeightFormat::lookup, {2, 4}},   {WeightFormat::lookup, {6, 8}},
+    {WeightFormat::lookup, dense}, {WeightFormat::lookup, {3, 4, true}},
 };
 
 void compare(const Kernels& ours, ThreadPool& pool, const Weights& weights, const std::vector<float>& x,
