@@ -141,20 +141,14 @@ def _crossing(densities: Sequence[float], norm_ppl: Sequence[float]) -> float:
 
 def _ablations(results: Results) -> Iterator[Claim]:
     losses = pd.DataFrame({n: results.by_seed(format).loss for n, format in ABLATIONS.items()})
+    base = paper()["designs"]["baseline"]
     for design in list(ABLATIONS)[1:]:
-        theirs, expected = paper_design(design)
+        words, expected = "higher, no number", None
+        if (theirs := paper()["designs"].get(design)) is not None:
+            words = f"{100 * (theirs / base - 1):+.1f} % ({theirs} against {base})"
+            expected = 100 * math.log(theirs / base)
         estimate = _higher(losses, design, "baseline")
-        yield _claim("design", results.main, estimate, expected, design=design, theirs=theirs)
-
-
-def paper_design(design: str) -> tuple[str, float | None]:
-    """Return the paper's result for a training design against its baseline: in words, and as 100 log."""
-    base, theirs = paper()["designs"]["baseline"], paper()["designs"].get(design)
-    if theirs is None:
-        return "higher, no number", None
-    return f"{100 * (theirs / base - 1):+.1f} % ({theirs} against {base})", 100 * math.log(
-        theirs / base
-    )
+        yield _claim("design", results.main, estimate, expected, design=design, theirs=words)
 
 
 def _schedule(results: Results) -> Iterator[Claim]:
