@@ -50,7 +50,18 @@ def main() -> None:
     rows["cpu"] = f"{available_cores()} cores"
     has_torch = find_spec("torch") is not None
     if has_torch:
-        rows |= _torch_devices()
+        import torch
+
+        from sparse_bitnet.training.device import cpu_has_fast_bf16
+
+        bf16 = f"{'fast' if cpu_has_fast_bf16() else 'no fast'} bfloat16"
+        capability = torch.backends.cpu.get_cpu_capability()
+        rows["cpu"] += f", {torch.get_num_threads()} torch threads, {capability}, {bf16}"
+        gpus = []
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            gpus.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+        rows["gpu"] = ", ".join(gpus) or "none visible to torch"
     for name, value in rows.items():
         print(f"{name:<14} {value}")
     if not has_torch:
@@ -64,23 +75,6 @@ def main() -> None:
     for kernel in status():
         in_use = "in use" if kernel.in_use else "not used"
         print(f"  {kernel.name:<12} {in_use:<9} {kernel.reason}")
-
-
-def _torch_devices() -> dict[str, str]:
-    import torch
-
-    from sparse_bitnet.training.device import cpu_has_fast_bf16
-
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        gpus.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
-    return {
-        "cpu": f"{available_cores()} cores, {torch.get_num_threads()} torch threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}, "
-        f"{'fast' if cpu_has_fast_bf16() else 'no fast'} bfloat16",
-        "gpu": ", ".join(gpus) or "none visible to torch",
-    }
 
 
 @command("models")
