@@ -56,6 +56,12 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
     assert Path(cut).read_bytes().startswith(content)
     with pytest.raises(UserError, match=r"holds .*'seed': 0.*not .*'seed': 4"):
         write(30, seed=4)
+    mine = json.dumps({"messages": chats[0]}).encode()
+    for others in (mine, mine[:20], content + mine):
+        Path(cut).write_bytes(others)
+        with pytest.raises(UserError, match="rows of another kind, choose another file"):
+            write(25)
+        assert Path(cut).read_bytes() == others
 
 
 def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch: Any) -> None:

@@ -87,7 +87,7 @@ def write_conversations(
                 if answer and (turn := _folded(chat)) not in turns and len(turns) < count:
                     turns.add(turn)
                     chat.append({"role": "assistant", "content": answer})
-                    row = {"messages": chat, "sampled": made | {"batch": batch}}
+                    row = {"sampled": made | {"batch": batch}, "messages": chat}
                     lines, last = lines + json.dumps(row, ensure_ascii=False) + "\n", batch
                 else:
                     dropped["repeated"] += bool(answer) and turn in turns
@@ -106,16 +106,22 @@ def _folded(chat: list[dict[str, str]]) -> str:
 
 
 def _written(path: Path, made: dict[str, Any]) -> list[tuple[int, str, bytes]]:
-    """Return batch, folded user's turn and line of each whole row. Raises `UserError` for other rows."""
-    rows = []
+    """Return batch, folded user's turn and line of each whole row. Raises `UserError` for other rows.
+
+    The last line may be cut off, as by an interruption, but begins like one of these rows.
+    """
+    rows, others = [], f"{path} holds rows of another kind, choose another file"
     with os_errors_as(f"cannot read {path}"):
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for line in lines:
-        with library_errors_as(f"{path} holds rows of another kind, choose another file"):
+        with library_errors_as(others):
             how = (row := json.loads(line))["sampled"]
             rows.append((how.pop("batch"), _folded(row["messages"]), line + b"\n"))
         if how != made:
             raise UserError(f"{path} holds {how}, not {made}: choose another file or those options")
+    begin = json.dumps({"sampled": made}).encode()[:-2]
+    if last[: len(begin)] != begin[: len(last)]:
+        raise UserError(others)
     return rows
 
 
