@@ -64,6 +64,29 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
         assert Path(cut).read_bytes() == others
 
 
+def test_wrong_options_are_refused_before_sampling(tmp_path: Path, monkeypatch: Any) -> None:
+    make_teacher(tmp_path / "teacher")
+    monkeypatch.setattr(teacher_chats, "_sample", lambda *_, **__: pytest.fail("sampled"))
+    rows, teacher = str(tmp_path / "rows.jsonl"), str(tmp_path / "teacher")
+    sampling = ["--from-model", teacher, "--conversations", "3"]
+    for option, message in {
+        "--vocab-size 300": "give either --tokenizer",
+        "--limit-bytes 0": "--limit-bytes 0: must be at least 1",
+        "--shard-tokens 0": "--shard-tokens 0: must be at least 1",
+        "--beside-bytes 5": "--beside-bytes needs --beside",
+        "--beside absent.txt": "no such file: absent.txt",
+        "--validation a.txt --validation-fraction 0.1": "not both",
+        "--eos-token nowhere": "nowhere",
+        "--column text": "--from-model writes the column messages",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            main([rows, str(tmp_path / "data"), *sampling, *option.split()])
+    for out, message in {teacher: "neither empty nor", str(tmp_path): "written into"}.items():
+        with pytest.raises(UserError, match=message):
+            main([rows, out, *sampling])
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+
+
 def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch: Any) -> None:
     model, tokenizer = make_teacher(tmp_path, spread=1.0)
     monkeypatch.setattr(teacher_chats, "_ROUND_TOKENS", 3)

@@ -90,24 +90,39 @@ def main(
     from sparse_bitnet.data.documents import VALIDATION
     from sparse_bitnet.data.loader import Windows
     from sparse_bitnet.data.manifest import MANIFEST
-    from sparse_bitnet.data.preparation import prepare
+    from sparse_bitnet.data.preparation import check_options, prepare
     from sparse_bitnet.data.shards import TokenDataset
     from sparse_bitnet.data.sources import parse_source
+    from sparse_bitnet.files import check_new_file, check_ours, make_folder
     from sparse_bitnet.training.config import TrainConfig
 
+    options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
     if from_model is not None:
         from sparse_bitnet.training.teacher_chats import write_conversations
 
-        if text.beside is not None:
-            parse_source(text.beside)  # refused before the hours of sampling
-        tokenizer.tokenizer, text.chat = tokenizer.tokenizer or from_model, True
-        write_conversations(source, from_model, conversations, seed=seed, batch_size=batch_size)
+        text.chat = options["chat"] = True
+        options["tokenizer"] = tokenizer.tokenizer or from_model
+
+        def check() -> None:
+            if text.column not in (None, "messages"):
+                raise UserError("--from-model writes the column messages: leave out --column")
+            if Path(source).resolve().parent == Path(out).resolve():
+                raise UserError(f"{source} cannot be written into {out}, a folder of prepared data")
+            # A data set that nothing opens stands for the rows to come.
+            parse_source("hub:rows/to-come", **asdict(text)).describe()
+            check_options(**options)
+            check_ours(Path(out), (), "prepared from these conversations")
+            make_folder(Path(out))
+            check_new_file(Path(out, MANIFEST))
+
+        write_conversations(
+            source, from_model, conversations, seed=seed, batch_size=batch_size, check=check
+        )
     elif conversations or batch_size or seed:
         raise UserError(
             "--conversations, --batch-size and --seed have no effect without --from-model"
         )
     started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)
-    options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
     manifest = prepare(parse_source(source, **asdict(text)), out, **options)
     for name, split in manifest.splits.items():
         size = split.text_bytes

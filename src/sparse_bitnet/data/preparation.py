@@ -95,32 +95,8 @@ def prepare(
     that holds something else or was prepared with other settings (the message says which).
     """
     out = Path(out)
-    if (tokenizer is None) == (vocab_size is None):
-        raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
-    if vocab_size is not None and not 257 <= vocab_size <= LARGEST_VOCABULARY:
-        raise UserError(
-            f"--vocab-size {vocab_size}: must be 257 (256 bytes and {END_OF_TEXT}) to "
-            f"{LARGEST_VOCABULARY}"
-        )
-    if eos_token is not None and not isinstance(tokenizer, str | Path):
-        raise UserError("--eos-token has no effect without --tokenizer: leave it out")
-    if shard_tokens < 1:
-        raise UserError(f"--shard-tokens {shard_tokens}: must be at least 1")
-    if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer, eos_token=eos_token)
-    settings: dict[str, Any] = {
-        "source": source.describe(),
-        "tokenizer": {"vocab_size": vocab_size, "sample_bytes": TOKENIZER_SAMPLE_BYTES}
-        if tokenizer is None
-        else {"hash": tokenizer_hash(tokenizer)},
-        "shard_tokens": shard_tokens,
-    }
-    if chat:
-        if tokenizer is None:
-            raise UserError(
-                "--chat needs a tokenizer with a chat template: name it with --tokenizer"
-            )
-        settings["chat"] = conversations.check_template(tokenizer)
+    tokenizer, settings = check_options(tokenizer, vocab_size, eos_token, shard_tokens, chat)
+    settings = {"source": source.describe(), **settings}
     check_ours(out, [MANIFEST, PREPARATION], "prepared data")
     if os.path.exists(out / MANIFEST):
         manifest = Manifest.read(out)
@@ -145,6 +121,45 @@ def prepare(
             with atomic_folder(out / TOKENIZER) as folder:
                 tokenizer.save_pretrained(folder)
         return _tokenise(source, out, settings, states, line)
+
+
+def check_options(
+    tokenizer: "PreTrainedTokenizerFast | Path | str | None",
+    vocab_size: int | None,
+    eos_token: str | None,
+    shard_tokens: int,
+    chat: bool,
+) -> tuple["PreTrainedTokenizerFast | None", dict[str, Any]]:
+    """Return the tokenizer, None for one to train, and the settings apart from the source.
+
+    The options are those of `prepare`. Raises `UserError` for bad ones.
+    """
+    if (tokenizer is None) == (vocab_size is None):
+        raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
+    if vocab_size is not None and not 257 <= vocab_size <= LARGEST_VOCABULARY:
+        raise UserError(
+            f"--vocab-size {vocab_size}: must be 257 (256 bytes and {END_OF_TEXT}) to "
+            f"{LARGEST_VOCABULARY}"
+        )
+    if eos_token is not None and not isinstance(tokenizer, str | Path):
+        raise UserError("--eos-token has no effect without --tokenizer: leave it out")
+    if shard_tokens < 1:
+        raise UserError(f"--shard-tokens {shard_tokens}: must be at least 1")
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer, eos_token=eos_token)
+    settings: dict[str, Any] = {
+        "tokenizer": {"vocab_size": vocab_size, "sample_bytes": TOKENIZER_SAMPLE_BYTES}
+        if tokenizer is None
+        else {"hash": tokenizer_hash(tokenizer)},
+        "shard_tokens": shard_tokens,
+    }
+    if chat:
+        if tokenizer is None:
+            raise UserError(
+                "--chat needs a tokenizer with a chat template: name it with --tokenizer"
+            )
+        settings["chat"] = conversations.check_template(tokenizer)
+    return tokenizer, settings
 
 
 def _check_settings(out: Path, there: dict[str, Any], given: dict[str, Any]) -> None:

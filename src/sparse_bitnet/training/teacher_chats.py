@@ -6,6 +6,7 @@ have their own seeds. A resumed call repeats the last one, which gives the same 
 """
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ def write_conversations(
     seed: int = 0,
     batch_size: int | None = None,
     device: str = "auto",
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a .jsonl file of `count` conversations, or the rest of it: a user's turn and an answer each.
 
     Turns that repeat another user's, are empty or longer than `max_tokens` (a user's: 256) are dropped.
+    `check` is called before sampling, if any is needed.
 
     Raises `UserError` for a model that cannot write any, other rows in the file, and too little memory.
     """
@@ -62,6 +65,7 @@ def write_conversations(
     made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": max_tokens, "batch_size": size}
     if len(rows := _written(path, made)) >= count:
         return
+    check()
     batch = last = rows[-1][0] if rows else 0
     rows = [row for row in rows if row[0] < batch]
     turns, dropped = {turn for _, turn, _ in rows}, {"repeated": 0, "too long": 0, "empty": 0}
