@@ -52,10 +52,13 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
         Path(cut).write_bytes(content[:size])
         write(20)
         assert Path(cut).read_bytes() == content
+    assert capsys.readouterr().err.endswith("empty since the resumption\n")
     write(25)
     assert Path(cut).read_bytes().startswith(content)
     with pytest.raises(UserError, match=r"holds .*'seed': 0.*not .*'seed': 4"):
         write(30, seed=4)
+    with pytest.raises(UserError, match="holds 25 conversations: do not ask for fewer"):
+        write(24)
     mine = json.dumps({"messages": chats[0]}).encode()
     for others in (mine, mine[:20], content + mine):
         Path(cut).write_bytes(others)
@@ -76,6 +79,7 @@ def test_wrong_options_are_refused_before_sampling(tmp_path: Path, monkeypatch: 
         "--beside-bytes 5": "--beside-bytes needs --beside",
         "--beside absent.txt": "no such file: absent.txt",
         "--validation a.txt --validation-fraction 0.1": "not both",
+        "--batch-size 0": "--conversations and --batch-size above 0",
         "--eos-token nowhere": "nowhere",
         "--column text": "--from-model writes the column messages",
     }.items():

@@ -82,7 +82,8 @@ def main(
             or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: Folder to write.
         shard_tokens: Number of tokens per shard file.
-        from_model: Chat model that first writes SOURCE, a .jsonl file. Implies --chat and its tokenizer.
+        from_model: Chat model that first writes SOURCE, a .jsonl file; always read with --chat, and with
+            the model's tokenizer unless --tokenizer names another.
         conversations: Number of conversations for --from-model to write.
         batch_size: Number of them to sample at once. Default: 32 on a CPU, 1024 on a GPU.
         seed: Random seed for --from-model.
@@ -118,7 +119,7 @@ def main(
         write_conversations(
             source, from_model, conversations, seed=seed, batch_size=batch_size, check=check
         )
-    elif conversations or batch_size or seed:
+    elif conversations or batch_size is not None or seed:
         raise UserError(
             "--conversations, --batch-size and --seed have no effect without --from-model"
         )

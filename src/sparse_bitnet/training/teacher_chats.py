@@ -59,12 +59,14 @@ def write_conversations(
         raise UserError(
             f"{teacher}: its chat template must put text before a user and an end token after"
         )
-    size = batch_size or BATCH_SIZE[place.type]
+    size = BATCH_SIZE[place.type] if batch_size is None else batch_size
     if path.suffix != ".jsonl" or min(count, size, max_tokens) < 1:
-        raise UserError(f"{path}: name a .jsonl file and numbers above 0 (--conversations {count})")
+        raise UserError(f"{path}: name a .jsonl file, --conversations and --batch-size above 0")
     made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": max_tokens, "batch_size": size}
-    if len(rows := _written(path, made)) >= count:
+    if len(rows := _written(path, made)) == count:
         return
+    if len(rows) > count:
+        raise UserError(f"{path} holds {len(rows):,} conversations: do not ask for fewer")
     check()
     batch = last = rows[-1][0] if rows else 0
     rows = [row for row in rows if row[0] < batch]
@@ -102,7 +104,7 @@ def write_conversations(
             reasons = f"dropped {', '.join(f'{number:,} {why}' for why, number in dropped.items())}"
             if (batch := batch + 1) > last + 10:
                 raise UserError(f"{teacher} writes no more conversations ({reasons})")
-    say(f"{path}: {count:,} conversations; {reasons}")
+    say(f"{path}: {count:,} conversations; {reasons}{' since the resumption' if rows else ''}")
 
 
 def _folded(chat: list[dict[str, str]]) -> str:
