@@ -80,6 +80,16 @@ def test_limit_stops_after_the_document_that_reaches_it(tmp_path: Path, size: in
     assert list(source.documents())[-1].progress == 1.0
 
 
+def test_texts_beside_conversations_take_turns(tmp_path: Path) -> None:
+    chat = [{"role": "assistant", "content": "one"}]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [json.dumps(chat)], "messages")
+    names = [str(write_jsonl(tmp_path / f"{n}.jsonl", [str(n) * n] * 6)) for n in (7, 2)]
+    for limit, expected in ((20, "722227"), (None, "722227227777")):
+        source = parse_source(str(rows), chat=True, beside=",".join(names), beside_bytes=limit)
+        beside = [document.text[0] for document in source.documents() if document.beside]
+        assert "".join(beside) == expected
+
+
 def test_description_depends_on_the_content(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(10))
     before = parse_source(str(path)).describe()

@@ -40,10 +40,10 @@ class SourceConfig:
 
     beside: str | None = None
     """Plain text to prepare beside the conversations, written like SOURCE, with its text in the column
-    "text". All of it is for training, which learns every token of it."""
+    "text". All of it is for training, which learns every token. Sources joined by commas take turns."""
 
     beside_bytes: int | None = None
-    """Read only the first N bytes of --beside's text."""
+    """Read only the first N bytes of --beside's text, as much of each source if there is as much."""
 
     validation: str | None = None
     """Text to hold out for validation, written like SOURCE, instead of a part of SOURCE."""

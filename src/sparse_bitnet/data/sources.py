@@ -49,8 +49,12 @@ class TextSource:
     grouped: bool = False
     """Near-duplicates do not lie on both sides of the split (`near_duplicates`)."""
 
-    beside: "TextSource | None" = None
-    """Plain text that follows the conversations of `train`, all of it for training."""
+    beside: tuple["Source", ...] = ()
+    """Plain text that follows the conversations of `train`, all of it for training. The sources take
+    turns: next comes the one of which the fewest bytes have been read."""
+
+    beside_bytes: int | None = None
+    """Stop `beside` after the document that reaches this many bytes of text."""
 
     _moved: dict[int, str | None] | None = field(default=None, init=False, repr=False)
 
@@ -67,8 +71,9 @@ class TextSource:
             text["limit_bytes"] = self.limit_bytes
         if self.validation is not None:
             text = {"train": text, "validation": self.validation.describe()}
-        if self.beside is not None:
-            text["beside"] = self.beside.describe()
+        if self.beside:
+            sources = [each.describe() for each in self.beside]
+            text["beside"] = {"sources": sources, "limit_bytes": self.beside_bytes}
         return {**text, "near_duplicates": "grouped"} if self.grouped else text
 
     def documents(self) -> Iterator[Document]:
@@ -80,8 +85,15 @@ class TextSource:
         for number, document in enumerate(self._documents()):
             if (side := moved.get(number, document.split)) is not None:
                 yield document._replace(split=side)
-        for document in self.beside.documents() if self.beside else ():
-            yield document._replace(progress=None, beside=True)
+        size, read = 0, {each.documents(): 0 for each in self.beside}
+        while read and size < (self.beside_bytes or float("inf")):
+            turn = min(read, key=read.__getitem__)
+            if document := next(turn, None):
+                yield document._replace(progress=None, beside=True)
+                size += (length := len(document.text.encode()))
+                read[turn] += length
+            else:
+                del read[turn]
 
     def regroup(self, on_bytes: Callable[[int], None] = lambda size: None) -> dict[int, str | None]:
         """Return `near_duplicates.regrouped` of the text, which the first call reads for that."""
@@ -145,15 +157,20 @@ def parse_source(
         raise UserError(f"{python[0]} has no columns; leave out {'--chat' if chat else '--column'}")
     if chat and column is None:
         column = "messages"
-    text = None if beside is None else _parse(beside, None, 0.0, False)
     held_out = None if validation is None else _parse(validation, column, 0.0, chat)
     return TextSource(
         train=_parse(spec, column, validation_fraction if held_out is None else 0.0, chat),
         validation=held_out,
         limit_bytes=limit_bytes,
         grouped=near_duplicates and not spec.startswith("hub:"),
-        beside=None if text is None else TextSource(train=text, limit_bytes=beside_bytes),
+        beside=tuple(_parse(each, None, 0.0, False) for each in (_names(beside) if beside else ())),
+        beside_bytes=beside_bytes,
     )
+
+
+def _names(spec: str) -> list[str]:
+    """Return the sources that commas separate in a name, once each."""
+    return [spec] if os.path.exists(spec) else [*dict.fromkeys(spec.split(","))]
 
 
 def _parse(
@@ -170,7 +187,7 @@ def _parse(
         options.update(column=column, check=check_conversation if chat else check_text)
     if spec.startswith("hub:"):
         return HubSource.parse(spec.removeprefix("hub:"), **options)
-    return FileSource.matching([spec] if os.path.exists(spec) else spec.split(","), **options)
+    return FileSource.matching(_names(spec), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
