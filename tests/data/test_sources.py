@@ -132,6 +132,8 @@ def test_contradicting_options_are_refused(tmp_path: Path) -> None:
         parse_source(path, limit_bytes=0)
     with pytest.raises(UserError, match="no columns"):
         parse_source("python-stdlib", column="text")
+    with pytest.raises(UserError, match=r"--validation .*a\.jsonl is SOURCE itself"):
+        parse_source(str(tmp_path), validation=path)
     parse_source("python-stdlib", column="text", validation=path)
     for specs in (("python-stdlib", path), (path, "python-packages")):
         with pytest.raises(UserError, match=r"python-\w+ has no columns; leave out --chat"):

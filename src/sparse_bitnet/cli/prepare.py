@@ -43,7 +43,7 @@ class SourceConfig:
     "text". All of it is for training, which learns every token. Sources joined by commas take turns."""
 
     beside_bytes: int | None = None
-    """Read only the first N bytes of --beside's text, as much of each source if there is as much."""
+    """Read only the first N bytes of --beside's text, in equal parts of its sources."""
 
     validation: str | None = None
     """Text to hold out for validation, written like SOURCE, instead of a part of SOURCE."""

@@ -158,8 +158,11 @@ def parse_source(
     if chat and column is None:
         column = "messages"
     held_out = None if validation is None else _parse(validation, column, 0.0, chat)
+    train = _parse(spec, column, validation_fraction if held_out is None else 0.0, chat)
+    if held_out is not None and train.describe() == held_out.describe():
+        raise UserError(f"--validation {validation} is SOURCE itself: name other text")
     return TextSource(
-        train=_parse(spec, column, validation_fraction if held_out is None else 0.0, chat),
+        train=train,
         validation=held_out,
         limit_bytes=limit_bytes,
         grouped=near_duplicates and not spec.startswith("hub:"),
