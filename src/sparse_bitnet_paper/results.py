@@ -115,7 +115,7 @@ class Results:
         if changed := setting_changes(self.setting, setting):
             raise UserError(
                 f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
-                "another --out"
+                "another folder"
             )
 
     def open(self, setting: dict[str, Any]) -> None:

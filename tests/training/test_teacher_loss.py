@@ -126,7 +126,7 @@ def test_a_run_with_a_teacher_learns(
         train(config)
     (Path(config.out) / "result.json").unlink()
     with pytest.raises(
-        UserError, match="written with another teacher; use that one or a new --out"
+        UserError, match="written with another teacher; use that one or a new folder"
     ):
         train(config)
 

@@ -113,10 +113,10 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
         )
     stored = {"teacher": data_identity["teacher"], **(state.get("data") or {})}
     if stored["teacher"] != data_identity["teacher"]:
-        raise UserError(f"{path}: written with another teacher; use that one or a new --out")
+        raise UserError(f"{path}: written with another teacher; use that one or a new folder")
     if stored != data_identity:
         raise UserError(
-            f"{path}: written while training on other data; use its data or a new --out"
+            f"{path}: written while training on other data; use its data or a new folder"
         )
 
 

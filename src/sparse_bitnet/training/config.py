@@ -220,7 +220,7 @@ def read_config(run: Path) -> TrainConfig:
         raise UserError(f"{run} is not a run folder: it has no config.json")
     values = read_json(path)
     if "model_type" in values:
-        raise UserError(f"{path} is that of a model, not of a run; choose another --out")
+        raise UserError(f"{path} is that of a model, not of a run; choose another folder")
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     if wrong := sorted(names ^ values.keys()):
         raise UserError(

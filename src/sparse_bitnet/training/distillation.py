@@ -10,7 +10,7 @@ sharded or stored. It is a model in memory, or its highest logits on disk:
 
     manifest.json    teacher, tokens, k, and the CRC-32 of every finished part
     part-00000.bin   windows of the training text in the order of the run's first epoch; each token is k
-                     token ids, little-endian uint16 (uint32 from 65,536 tokens on), and k logits, float16
+                     token ids, little-endian uint16 (uint32 above 65,536 tokens), and k logits, float16
 
 Logits are stored as log-probabilities (less their logsumexp). Parts are written one after another: an
 interrupted call resumes, and a longer run with the same data order adds parts.

@@ -99,7 +99,7 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
         return None
     if changed := read_config(run).difference(config):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-        raise UserError(f"{run} holds a run of another config ({listed}); choose another --out")
+        raise UserError(f"{run} holds a run of another config ({listed}); choose another folder")
     if not (path := run / RESULT).is_file():
         return None
     try:
@@ -108,9 +108,9 @@ def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult
     except TypeError as error:
         raise UserError(f"{path} is damaged: {error}") from error
     if known["teacher"] != data["teacher"]:
-        raise UserError(f"{run} holds a run with another teacher; use it or choose another --out")
+        raise UserError(f"{run} holds a run with another teacher; use it or choose another folder")
     if known != data:
-        raise UserError(f"{run} holds a run on other data; use its data or choose another --out")
+        raise UserError(f"{run} holds a run on other data; use its data or choose another folder")
     return result
 
 

@@ -437,7 +437,7 @@ class Trainer:
             self.world.fail(
                 f"the run has diverged: validation loss {validation['validation_loss']:.6g} after step "
                 f"{self.config.steps}, its perplexity is not finite; lower --learning-rate and choose "
-                "another --out"
+                "another folder"
             )
         self._write(validation)
         whole = distributed.whole_model(self.model, self.world, self.build)
