@@ -306,9 +306,10 @@ def test_rows_that_cannot_be_read_are_skipped_counted_and_named(
 ) -> None:
     lines = ['{"text": "one"}', '{"text": "two"', "[]", '{"words": 3}', '{"text": "three"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "b.jsonl").write_text('{"text": "four"}')
-    source = parse_source(str(tmp_path), validation_fraction=0.0)
-    manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
+    (tmp_path / "b\udcff.jsonl").write_text('{"text": "four"}')
+    for _ in range(2):  # the second time, OUT lies inside SOURCE
+        source = parse_source(str(tmp_path), validation_fraction=0.0)
+        manifest = prepare(source, tmp_path / "out", tokenizer=tokenizer_folder)
     assert manifest.splits["train"].documents == 3
     said = capsys.readouterr().err
     assert f"3 rows or files skipped, the first: {tmp_path}/a.jsonl:2: not a JSON line: " in said

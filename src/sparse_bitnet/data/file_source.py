@@ -24,7 +24,8 @@ from sparse_bitnet.errors import UserError, os_errors_as, reason_of
 from sparse_bitnet.progress import say
 
 _ABOUT_DATA = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-"""Files of a data set's folder that are not its text."""
+_ABOUT_DATA += ("manifest.json", "preparation.json", "tokenizer.json", "tokenizer_config.json")
+"""Files of a data set's folder, and of prepared data in it, that are not its text."""
 
 
 class SkippedRow(UserError):
@@ -198,7 +199,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         file.seek(max(0, size - (1 << 16)))
         tail = file.read()
     digest = hashlib.blake2b(head + tail, digest_size=16).hexdigest()
-    return {"name": path.name, "bytes": size, "ends": digest}
+    name = path.name.encode(errors="replace").decode()  # JSON holds no other bytes than UTF-8
+    return {"name": name, "bytes": size, "ends": digest}
 
 
 def read_documents(path: Path, column: str, check: Check = check_text) -> Iterator[Document]:
