@@ -124,12 +124,8 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
 
 def test_contradicting_options_are_refused(tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "a.jsonl", ["x"]))
-    with pytest.raises(UserError, match="not both"):
-        parse_source(path, validation=path, validation_fraction=0.1)
     with pytest.raises(UserError, match=r"validation fraction 1\.5 is not in"):
         parse_source(path, validation_fraction=1.5)
-    with pytest.raises(UserError, match="--limit-bytes 0: must be"):
-        parse_source(path, limit_bytes=0)
     with pytest.raises(UserError, match="no columns"):
         parse_source("python-stdlib", column="text")
     with pytest.raises(UserError, match=r"--validation .*a\.jsonl is SOURCE itself"):
@@ -163,9 +159,7 @@ def test_a_path_is_not_read_as_a_hub_name(tmp_path: Path, monkeypatch: pytest.Mo
     for spec in ("books/absent", "./absent", "absent/train.jsonl", "~/absent", "no/folder"):
         with pytest.raises(UserError, match="no such file"):
             parse_source(spec)
-    with pytest.raises(
-        UserError, match=r"no such file: no/folder; a hub data set is hub:no/folder$"
-    ):
+    with pytest.raises(UserError, match=r"file: no/folder; a hub data set is hub:no/folder$"):
         parse_source("no/folder")
 
 
