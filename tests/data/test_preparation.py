@@ -215,7 +215,7 @@ def test_a_folder_in_use_is_refused(text: Path, tmp_path: Path, tokenizer_folder
 
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".lock"):
-        with pytest.raises(UserError, match="another process is preparing data there"):
+        with pytest.raises(UserError, match="another process is working there"):
             prepare(parse_source(str(text)), tmp_path / "out", tokenizer=tokenizer_folder)
 
 

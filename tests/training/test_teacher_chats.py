@@ -13,6 +13,7 @@ from factories import tiny_model
 from sparse_bitnet.cli.prepare import main
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.files import locked_folder
 from sparse_bitnet.training import teacher_chats
 from sparse_bitnet.training.teacher_chats import write_conversations
 
@@ -67,28 +68,29 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
         assert Path(cut).read_bytes() == others
 
 
-def test_wrong_options_are_refused_before_sampling(tmp_path: Path, monkeypatch: Any) -> None:
-    make_teacher(tmp_path / "teacher")
+def test_what_follows_the_sampling_is_refused_before_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(teacher_chats, "_sample", lambda *_, **__: pytest.fail("sampled"))
-    rows, teacher = str(tmp_path / "rows.jsonl"), str(tmp_path / "teacher")
-    sampling = ["--from-model", teacher, "--conversations", "3"]
-    for option, message in {
-        "--vocab-size 300": "give either --tokenizer",
-        "--limit-bytes 0": "--limit-bytes 0: must be at least 1",
-        "--shard-tokens 0": "--shard-tokens 0: must be at least 1",
-        "--beside-bytes 5": "--beside-bytes needs --beside",
-        "--beside absent.txt": "no such file: absent.txt",
-        "--validation a.txt --validation-fraction 0.1": "not both",
-        "--batch-size 0": "--conversations and --batch-size above 0",
-        "--eos-token nowhere": "nowhere",
-        "--column text": "--from-model writes the column messages",
+    make_teacher(Path("teacher"))
+    sampling = ["--from-model", "teacher", "--conversations", "3"]
+    for words, message in {
+        "out --vocab-size 300": "give either --tokenizer",
+        "out --limit-bytes 0": "--limit-bytes 0: must be at least 1",
+        "out --shard-tokens 0": "--shard-tokens 0: must be at least 1",
+        "out --beside-bytes 5": "--beside-bytes needs --beside",
+        "out --beside absent.txt": "no such file: absent.txt",
+        "out --validation a.txt --validation-fraction 0.1": "not both",
+        "out --batch-size 0": "--conversations and --batch-size above 0",
+        "out --eos-token nowhere": "nowhere",
+        "out --column text": "--from-model writes the column messages",
+        "teacher": "teacher is neither empty nor prepared from these conversations",
+        ".": "cannot be written into",
     }.items():
         with pytest.raises(UserError, match=message):
-            main([rows, str(tmp_path / "data"), *sampling, *option.split()])
-    for out, message in {teacher: "neither empty nor", str(tmp_path): "written into"}.items():
-        with pytest.raises(UserError, match=message):
-            main([rows, out, *sampling])
+            main(["rows.jsonl", *words.split(), *sampling])
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    with locked_folder(Path("out"), ""), pytest.raises(UserError, match="another process"):
+        main(["rows.jsonl", "out", *sampling])
 
 
 def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch: Any) -> None:

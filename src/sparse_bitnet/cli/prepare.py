@@ -3,6 +3,7 @@
 
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,7 +96,7 @@ def main(
     from sparse_bitnet.data.preparation import check_options, prepare
     from sparse_bitnet.data.shards import TokenDataset
     from sparse_bitnet.data.sources import parse_source
-    from sparse_bitnet.files import check_new_file, check_ours, make_folder
+    from sparse_bitnet.files import check_ours, locked_folder
     from sparse_bitnet.training.config import TrainConfig
 
     options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
@@ -114,16 +115,12 @@ def main(
             parse_source("hub:rows/to-come", **asdict(text)).describe()
             check_options(**options)
             check_ours(Path(out), (), "prepared from these conversations")
-            make_folder(Path(out))
-            check_new_file(Path(out, MANIFEST))
+            held.enter_context(locked_folder(Path(out), f"{out}: another process is working there"))
 
-        write_conversations(
-            source, from_model, conversations, seed=seed, batch_size=batch_size, check=check
-        )
+        with ExitStack() as held:
+            write_conversations(source, from_model, conversations, seed, batch_size, check)
     elif conversations or batch_size is not None or seed:
-        raise UserError(
-            "--conversations, --batch-size and --seed have no effect without --from-model"
-        )
+        raise UserError("--conversations, --batch-size and --seed need --from-model")
     started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)
     manifest = prepare(parse_source(source, **asdict(text)), out, **options)
     for name, split in manifest.splits.items():
@@ -133,17 +130,16 @@ def main(
             f"{name}: {_count(split.documents, 'document')}, {shown} of text, "
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
         )
+        if manifest.is_chat and split.tokens:
+            dataset = TokenDataset.open(out, name, verify=False)
+            if unlearnt := Windows(dataset, TrainConfig.sequence_length).unlearnt():
+                print(unlearnt)
     if manifest.overlap is not None:
         print(f"validation text: {manifest.overlap}")
     what = f"written in {time.monotonic() - started:.1f} s"
     if is_there:
         what = "already there, shards verified (files of text by name, size and both ends)"
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
-    for name in manifest.splits if manifest.is_chat else ():
-        if manifest.splits[name].tokens:
-            dataset = TokenDataset.open(out, name, verify=False)
-            if unlearnt := Windows(dataset, TrainConfig.sequence_length).unlearnt():
-                print(unlearnt)
     if not manifest.splits[VALIDATION].tokens:
         print("no validation text: add --validation SOURCE or a larger --validation-fraction")
 

@@ -55,8 +55,6 @@ from sparse_bitnet.progress import Line, Progress, say
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-DEFAULT_SHARD_TOKENS = 1 << 27
-
 TOKENIZER_SAMPLE_BYTES = 32_000_000
 """A new tokenizer is trained on the first training documents, up to this many bytes."""
 
@@ -69,33 +67,20 @@ Encoded = list[np.ndarray | str]
 """The tokens of each document of a batch, or why it is skipped."""
 
 
-def prepare(
-    source: TextSource,
-    out: Path | str,
-    *,
-    tokenizer: "PreTrainedTokenizerFast | Path | str | None" = None,
-    vocab_size: int | None = None,
-    eos_token: str | None = None,
-    shard_tokens: int = DEFAULT_SHARD_TOKENS,
-    chat: bool = False,
-) -> Manifest:
+def prepare(source: TextSource, out: Path | str, **options: Any) -> Manifest:
     """Tokenise `source` into the folder `out`; the end token follows each document.
 
     A folder that already holds this very preparation is verified; an unfinished one is resumed. Text
     that spells a special token is tokenised as text, so a document cannot end early.
 
-    Args:
-        source: the text, from `sources.parse_source`.
-        out: folder, created if needed; `manifest` describes its content.
-        tokenizer: a fast transformers tokenizer, its folder, or its hub id; or
-        vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
-        eos_token, shard_tokens, chat: the options of `sparse-bitnet prepare`.
+    `source` comes from `sources.parse_source`, `manifest` describes the folder, and `options` are those
+    of `check_options`.
 
     Raises `UserError` for bad text or tokenizer, no training text, a full disk, a folder in use, and one
     that holds something else or was prepared with other settings (the message says which).
     """
     out = Path(out)
-    tokenizer, settings = check_options(tokenizer, vocab_size, eos_token, shard_tokens, chat)
+    tokenizer, settings = check_options(**options)
     settings = {"source": source.describe(), **settings}
     check_ours(out, [MANIFEST, PREPARATION], "prepared data")
     if os.path.exists(out / MANIFEST):
@@ -103,11 +88,9 @@ def prepare(
         _check_settings(out, manifest.settings, settings)
         for split in manifest.splits.values():
             check_shards(out, split.shards, np.dtype(manifest.dtype))
-        if (out / PREPARATION).exists():  # the process died between its last two steps
-            (out / PREPARATION).unlink()
+        (out / PREPARATION).unlink(missing_ok=True)  # a process died between its last two steps
         return manifest
-    busy = f"{out}: another process is preparing data there"
-    with locked_folder(out, busy), Progress() as display:
+    with locked_folder(out, f"{out}: another process is working there"), Progress() as display:
         line = display.line("starting", "MB", 1e6)
         remove_leftovers(out)
         states = _resumed(out, settings)
@@ -115,24 +98,29 @@ def prepare(
         source.regroup(lambda size: line(size, None, label="looking for near-duplicates"))
         if not states:
             if tokenizer is None:
-                assert vocab_size is not None
                 line(0, None, label="training a tokenizer")
-                tokenizer = train_tokenizer(_sample(source), vocab_size)
+                tokenizer = train_tokenizer(_sample(source), options["vocab_size"])
             with atomic_folder(out / TOKENIZER) as folder:
                 tokenizer.save_pretrained(folder)
         return _tokenise(source, out, settings, states, line)
 
 
 def check_options(
-    tokenizer: "PreTrainedTokenizerFast | Path | str | None",
-    vocab_size: int | None,
-    eos_token: str | None,
-    shard_tokens: int,
-    chat: bool,
+    *,
+    tokenizer: "PreTrainedTokenizerFast | Path | str | None" = None,
+    vocab_size: int | None = None,
+    eos_token: str | None = None,
+    shard_tokens: int = 1 << 27,
+    chat: bool = False,
 ) -> tuple["PreTrainedTokenizerFast | None", dict[str, Any]]:
     """Return the tokenizer, None for one to train, and the settings apart from the source.
 
-    The options are those of `prepare`. Raises `UserError` for bad ones.
+    Args:
+        tokenizer: a fast transformers tokenizer, its folder, or its hub id; or
+        vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
+        eos_token, shard_tokens, chat: the options of `sparse-bitnet prepare`.
+
+    Raises `UserError` for options that contradict, and for a tokenizer that cannot be used.
     """
     if (tokenizer is None) == (vocab_size is None):
         raise UserError("give either --tokenizer PATH_OR_HUB_ID or --vocab-size N")
@@ -155,9 +143,7 @@ def check_options(
     }
     if chat:
         if tokenizer is None:
-            raise UserError(
-                "--chat needs a tokenizer with a chat template: name it with --tokenizer"
-            )
+            raise UserError("--chat needs a tokenizer with a chat template: give --tokenizer")
         settings["chat"] = conversations.check_template(tokenizer)
     return tokenizer, settings
 
@@ -190,11 +176,9 @@ def _resumed(out: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     path = out / PREPARATION
     if not path.exists():
         return {}
-    try:
+    with library_errors_as(f"{path} is damaged, remove {out} and prepare again"):
         there = json.loads(path.read_bytes())
         states, other = there["splits"], there["settings"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged; remove {out} and prepare again") from error
     if states:
         _check_settings(out, other, settings)
     return states
@@ -303,7 +287,7 @@ def _tokenise(
         reasons = skipped_line(skipped, first_skipped or "named before the interruption")
         if not writers[TRAIN].tokens:
             raise UserError(
-                f"{source.name}: no training text; "
+                f"{source.train.name}: no training text; "
                 + (reasons or "give more documents or a smaller --validation-fraction")
             )
         splits = {split: writer.finish() for split, writer in writers.items()}

@@ -23,7 +23,7 @@ from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 
 USER_TURN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 256}
-ANSWER: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0}
+ANSWER: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_tokens": 512}
 BATCH_SIZE = {"cpu": 32, "cuda": 1024}
 _CONTENT = "the user's turn"
 _ROUND_TOKENS = 64  # after which the turns that have ended leave the batch
@@ -33,21 +33,18 @@ def write_conversations(
     path: Path | str,
     teacher: str,
     count: int,
-    *,
-    max_tokens: int = 512,
     seed: int = 0,
     batch_size: int | None = None,
-    device: str = "auto",
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a .jsonl file of `count` conversations, or the rest of it: a user's turn and an answer each.
 
-    Turns that repeat another user's, are empty or longer than `max_tokens` (a user's: 256) are dropped.
+    Turns that repeat another user's, are empty or longer than 512 tokens (a user's: 256) are dropped.
     `check` is called before sampling, if any is needed.
 
     Raises `UserError` for a model that cannot write any, other rows in the file, and too little memory.
     """
-    path, place = Path(path), resolve_device(device)
+    path, place, longest = Path(path), resolve_device("auto"), ANSWER["max_tokens"]
     stored, tokenizer = find_checkpoint(teacher), load_tokenizer(teacher)
     check_template(tokenizer)
     render: Any = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
@@ -60,9 +57,9 @@ def write_conversations(
             f"{teacher}: its chat template must put text before a user and an end token after"
         )
     size = BATCH_SIZE[place.type] if batch_size is None else batch_size
-    if path.suffix != ".jsonl" or min(count, size, max_tokens) < 1:
+    if path.suffix != ".jsonl" or min(count, size) < 1:
         raise UserError(f"{path}: name a .jsonl file, --conversations and --batch-size above 0")
-    made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": max_tokens, "batch_size": size}
+    made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": longest, "batch_size": size}
     if len(rows := _written(path, made)) == count:
         return
     if len(rows) > count:
@@ -73,7 +70,7 @@ def write_conversations(
     turns, dropped = {turn for _, turn, _ in rows}, {"repeated": 0, "too long": 0, "empty": 0}
     model: Any = stored.load(dtype=resolve_dtype("auto", place)).eval().to(place)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30)
-    if len(tokenizer(opening)["input_ids"]) + USER_TURN["max_tokens"] + max_tokens > most:
+    if len(tokenizer(opening)["input_ids"]) + USER_TURN["max_tokens"] + longest > most:
         raise UserError(f"{teacher} has {most:,} positions, too few for a conversation")
     write_atomic(path, b"".join(line for *_, line in rows))
     # A model's own settings, such as a repetition penalty, would change its distribution.
@@ -87,7 +84,7 @@ def write_conversations(
                 asked = _sample(model, tokenizer, [opening] * size, ends, **USER_TURN)
                 chats = [[{"role": "user", "content": user}] for user in asked if user]
                 prompts = [render(chat) for chat in chats]
-                said = _sample(model, tokenizer, prompts, ends, max_tokens=max_tokens, **ANSWER)
+                said = _sample(model, tokenizer, prompts, ends, **ANSWER)
             lines = ""
             for chat, answer in zip(chats, said, strict=True):
                 if answer and (turn := _folded(chat)) not in turns and len(turns) < count:
