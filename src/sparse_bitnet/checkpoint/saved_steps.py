@@ -115,9 +115,7 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
     if stored["teacher"] != data_identity["teacher"]:
         raise UserError(f"{path}: written with another teacher; use that one or a new folder")
     if stored != data_identity:
-        raise UserError(
-            f"{path}: written while training on other data; use its data or a new folder"
-        )
+        raise UserError(f"{path}: written while training on other data; use that or a new folder")
 
 
 def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:

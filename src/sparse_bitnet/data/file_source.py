@@ -23,8 +23,8 @@ from sparse_bitnet.data.documents import TRAIN, Document, pieces, pieces_of_few,
 from sparse_bitnet.errors import UserError, os_errors_as, reason_of
 from sparse_bitnet.progress import say
 
-_ABOUT_DATA = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-_ABOUT_DATA += ("manifest.json", "preparation.json", "tokenizer.json", "tokenizer_config.json")
+_ABOUT_DATA = {"README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+_ABOUT_DATA |= {"manifest.json", "preparation.json", "tokenizer.json", "tokenizer_config.json"}
 """Files of a data set's folder, and of prepared data in it, that are not its text."""
 
 
@@ -175,10 +175,8 @@ def _expand(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        known = tuple(READERS)
-        paths = [
-            each for each in files if each.name.endswith(known) and each.name not in _ABOUT_DATA
-        ]
+        known = [each for each in files if each.name.endswith(tuple(READERS))]
+        paths = [each for each in known if each.name not in _ABOUT_DATA]
         if others := [str(each.relative_to(path)) for each in files if each not in {*paths}]:
             say(f"{path}: skipped {len(others):,} files of other types: {', '.join(others[:5])}")
     elif path.exists() or not glob.has_magic(pattern):
@@ -324,7 +322,6 @@ def _read_csv(path: Path, column: str | None) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
     number = 0

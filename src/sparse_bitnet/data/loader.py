@@ -74,9 +74,8 @@ class Windows:
             self.dataset.check_ids(text)
             return text[:, :-1], text[:, 1:]
         tokens = np.full((len(windows), length + 1), BEGINS)
-        for row, start, end in zip(
-            tokens, self._starts[windows].tolist(), self._ends()[windows].tolist(), strict=True
-        ):
+        starts, ends = self._starts[windows].tolist(), self._ends()[windows].tolist()
+        for row, start, end in zip(tokens, starts, ends, strict=True):
             row[: end - start] = self.dataset.stored(slice(start, end))
         ids = (tokens & IDS).astype(np.int64)
         self.dataset.check_ids(ids)
@@ -105,9 +104,8 @@ class Windows:
     def _ends(self) -> np.ndarray:
         assert self._starts is not None
         following = np.append(self._starts[1:], len(self.dataset))
-        return np.minimum(
-            following + 1, np.minimum(self._starts + self.length + 1, len(self.dataset))
-        )
+        most = np.minimum(self._starts + self.length + 1, len(self.dataset))
+        return np.minimum(following + 1, most)
 
 
 def _packed(bounds: list[int], length: int) -> list[int]:
