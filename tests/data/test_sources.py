@@ -34,6 +34,7 @@ def mixed(tmp_path: Path) -> Path:
     (folder / "sub" / "d.txt").write_text("A whole book.")
     (folder / "README.md").write_text("no text")
     (folder / "sub" / "scan.pdf").write_text("no text")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
     return folder
 
 
@@ -42,7 +43,7 @@ def test_folders_globs_and_lists_read_files_of_every_kind(
 ) -> None:
     a, c = some_texts(20, seed=1), some_texts(20, seed=2)
     everything = parse_source(str(mixed))
-    said = "skipped 2 files of other types: README.md, sub/scan.pdf\n"
+    said = "skipped 3 other files or links: README.md, link, sub/scan.pdf\n"
     assert capsys.readouterr().err.endswith(f"mixed: {said}")
     assert texts_of(everything) == [*a, *a, *c, "A whole book."]
     assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]
