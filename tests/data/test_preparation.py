@@ -174,7 +174,7 @@ def test_unfinished_folder_with_other_settings_is_refused(
 def test_tokenizer_of_an_abandoned_try_is_not_used(text: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "out", parse_source(str(text))
     all_out = parse_source(str(text), validation_fraction=0.9999999)
-    with pytest.raises(UserError, match="no training text; give more documents or a smaller"):
+    with pytest.raises(UserError, match="no training text; give more documents, or less"):
         prepare(all_out, out, vocab_size=280)
     assert (out / "tokenizer").exists()
     assert prepare(source, out, vocab_size=300) == prepare(source, tmp_path / "b", vocab_size=300)

@@ -82,8 +82,7 @@ def test_limit_stops_after_the_document_that_reaches_it(tmp_path: Path, size: in
 
 
 def test_texts_beside_conversations_take_turns(tmp_path: Path) -> None:
-    chat = [{"role": "assistant", "content": "one"}]
-    rows = write_jsonl(tmp_path / "rows.jsonl", [json.dumps(chat)], "messages")
+    rows = write_jsonl(tmp_path / "r.jsonl", ['[{"role":"assistant","content":"1"}]'], "messages")
     names = [str(write_jsonl(tmp_path / f"{n}.jsonl", [str(n) * n] * 6)) for n in (7, 2)]
     for limit, expected in ((20, "722227"), (None, "722227227777")):
         source = parse_source(str(rows), chat=True, beside=",".join(names), beside_bytes=limit)

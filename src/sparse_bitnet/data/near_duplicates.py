@@ -49,7 +49,7 @@ def regrouped(
 
     Args:
         documents: the whole text.
-        keep_held_out: held-out documents stay, and training documents near them are left out.
+        keep_held_out: held-out documents stay, and training documents near them are left out, even all.
         on_bytes: called with the bytes read so far.
 
     Returns the new side of each document that changes, by its number; None: it is left out.
@@ -61,7 +61,7 @@ def regrouped(
         held_out.append(document.split == VALIDATION)
         # Salted: by the hash that splits, the smallest of a group would mostly be held out.
         order.append(hashlib.blake2b(text, digest_size=8, salt=b"group").digest())
-        keys.append(_band_keys(text))
+        keys.append(_band_keys(text and text.ljust(_SHINGLE)))
         sizes.append(len(text))
         size += len(text)
         on_bytes(size)
@@ -80,7 +80,7 @@ def regrouped(
         moved |= {number: side for number in group if held_out[number] != chosen}
     before = enumerate(VALIDATION if held else TRAIN for held in held_out)
     sides = {moved.get(number, side) for number, side in before}
-    return moved if sides >= {TRAIN, VALIDATION} else {}
+    return moved if keep_held_out or sides >= {TRAIN, VALIDATION} else {}
 
 
 def rolling_hashes(values: np.ndarray, length: int) -> np.ndarray:

@@ -288,7 +288,7 @@ def _tokenise(
         if not writers[TRAIN].tokens:
             raise UserError(
                 f"{source.train.name}: no training text; "
-                + (reasons or "give more documents or a smaller --validation-fraction")
+                + (reasons or "give more documents, or less or other text for validation")
             )
         splits = {split: writer.finish() for split, writer in writers.items()}
     manifest = Manifest(
