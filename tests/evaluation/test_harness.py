@@ -322,7 +322,7 @@ def test_the_command_prints_metrics_and_writes_lm_evals_json(checkpoint, tasks, 
     task = ["--tasks", "doubling", "--include-path", str(tasks)]
     evaluate.main([*task, str(checkpoint), "--out", str(scores)])
     text = capsys.readouterr().out
-    assert "acc_norm" in text
+    assert re.search(rf"^{checkpoint}:\n.*acc_norm", text, re.S)
     written = json.loads(scores.read_text())
     assert accuracies(written)["doubling"]["acc"] == pytest.approx(
         float(re.search(r"acc +\|[^|]*\|([\d. ]+)\|", text)[1]), abs=1e-4

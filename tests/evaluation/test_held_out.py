@@ -7,14 +7,16 @@ import shutil
 import numpy as np
 import pytest
 
+from factories import edit_json
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
+from sparse_bitnet.cli.evaluate import main
 from sparse_bitnet.data.held_out import read_held_out
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.perplexity import evaluate
+from sparse_bitnet.evaluation.perplexity import read_text
 
 
 def checkpoint_folder(path, **more):
@@ -114,8 +116,16 @@ def test_vocabulary_beyond_the_model_is_refused(tmp_path, prepared, model_folder
     shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     source = parse_source(str(prepared.parent / "text" / "*.txt"), validation_fraction=0.3)
     prepare(source, tmp_path / "other", vocab_size=400)
-    with pytest.raises(UserError, match=r"vocabulary has 3\d\d tokens, the model's 300"):
-        evaluate(bare, tmp_path / "other", device="cpu")
+    with pytest.raises(UserError, match=r"vocabulary has 3\d\d tokens, that of .*bare 300"):
+        read_text(bare, tmp_path / "other")
+
+
+def test_every_model_is_checked_before_one_is_scored(tmp_path, prepared, model_folder, monkeypatch):
+    monkeypatch.setattr("sparse_bitnet.evaluation.perplexity.perplexity", None)
+    short = shutil.copytree(model_folder, tmp_path / "short")
+    edit_json(short / "config.json", max_position_embeddings=64)
+    with pytest.raises(UserError, match=r"context_length=2048: .*short has only 64 positions"):
+        main([str(model_folder), str(short), "--data", str(prepared)])
 
 
 def test_chat_is_refused_for_prepared_text(prepared, model_folder):

@@ -18,6 +18,7 @@ from sparse_bitnet.evaluation.perplexity import (
     Perplexity,
     evaluate,
     perplexity,
+    read_text,
     windows,
 )
 from sparse_bitnet.nn.convert import sparse_layers
@@ -117,14 +118,12 @@ def test_unscorable_data_is_refused(model, tokens):
 
 
 def test_evaluate_scores_prepared_data(model_folder, prepared):
-    measured = evaluate(
-        model_folder, prepared, precision="float32", device="cpu", context_length=32
-    )
+    measured = evaluate(*read_text(model_folder, prepared), precision="float32", device="cpu")
     dataset = TokenDataset.open(prepared, "validation")
     assert measured.tokens == len(dataset) - 1
     assert measured.text_bytes == dataset.manifest.splits["validation"].text_bytes
     assert measured.format == "ternary-6:8"
-    assert measured.precision == "float32"
+    assert (measured.precision, measured.context_length) == ("float32", 2048)
     flat = measured.to_dict()
     assert flat["perplexity"] == measured.perplexity
     assert flat["checkpoint"] == str(model_folder)
@@ -132,10 +131,7 @@ def test_evaluate_scores_prepared_data(model_folder, prepared):
 
 
 def test_max_tokens_scores_the_first_tokens_only(model_folder, prepared):
-    measured = evaluate(model_folder, prepared, device="cpu", max_tokens=100, context_length=32)
+    read = read_text(model_folder, prepared, context_length=32)
+    measured = evaluate(*read, device="cpu", max_tokens=100)
     assert measured.tokens == 100
     assert measured.bits_per_byte is None
-
-
-def test_default_context_is_that_of_the_model(model_folder, prepared):
-    assert evaluate(model_folder, prepared, device="cpu").context_length == 2048

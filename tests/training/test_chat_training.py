@@ -31,6 +31,7 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate as evaluation
+from sparse_bitnet.evaluation.perplexity import read_text
 from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.generation.open_model import end_tokens
@@ -247,7 +248,7 @@ def test_evaluate_scores_answers_as_training_does(
     chat_run: Any, chats: Path, data: Path, tmp_path: Path
 ) -> None:
     result = train(config := chat_run(validation_tokens=0, sequence_length=64))
-    whole = evaluation(config.out, data, context_length=64, precision="float32")
+    whole = evaluation(*read_text(config.out, data, context_length=64), precision="float32")
     assert (whole.tokens, whole.text_bytes) == (result.validation_tokens, None)
     assert whole.mean_nll == pytest.approx(result.validation_loss, rel=1e-5)
 
@@ -277,7 +278,7 @@ def test_evaluate_scores_answers_as_training_does(
     assert both[0]["mean_nll"] < both[1]["mean_nll"] - 0.1
     rows.write_text('{"messages": []}')
     with pytest.raises(UserError, match="no message of the assistant"):
-        evaluation(config.out, rows, chat=True)
+        read_text(config.out, rows, chat=True)
 
 
 @pytest.mark.parametrize("tables", ["", ",embeddings=ternary"])

@@ -11,7 +11,7 @@ from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.perplexity import evaluate
+from sparse_bitnet.evaluation.perplexity import evaluate, read_text
 from sparse_bitnet.training.trainer import train
 
 
@@ -38,7 +38,7 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_
         load_tokenizer(whole).get_vocab()
         == load_tokenizer(Path(several.data) / "tokenizer").get_vocab()
     )
-    scored = evaluate(run, several.data, max_tokens=200)
+    scored = evaluate(*read_text(run, several.data), max_tokens=200)
     assert 1 < scored.perplexity < 400
     # Whoever asks for another checkpoint gets that one, and only that is kept.
     assert Path(resolve_checkpoint(older.path)).name == older.path.name

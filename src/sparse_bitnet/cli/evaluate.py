@@ -163,9 +163,13 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
 
 def _score_tasks(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
     """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's results."""
+    from sparse_bitnet.checkpoint.load import load_tokenizer
     from sparse_bitnet.checkpoint.model_folder import read_config
+    from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
     from sparse_bitnet.evaluation.harness import evaluate_tasks
 
+    for checkpoint in engines:  # each before any is scored
+        load_tokenizer(find_checkpoint(checkpoint).folder)
     options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TASKS)}
     results = []
     for checkpoint, engine in engines.items():
@@ -176,7 +180,7 @@ def _score_tasks(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[s
         results.append(evaluate_tasks(checkpoint, config.tasks, engine=engine, **options))
         from lm_eval.utils import make_table
 
-        print(make_table(results[-1]))
+        print(f"{checkpoint}:\n{make_table(results[-1])}")
     return results
 
 
@@ -186,18 +190,24 @@ def _score_text(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[st
     from rich.console import Console
     from rich.table import Column, Table
 
-    from sparse_bitnet.evaluation.perplexity import evaluate
+    from sparse_bitnet.evaluation.perplexity import evaluate, read_text
     from sparse_bitnet.progress import Progress
 
     assert config.data is not None
     console = Console(markup=False)
-    options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TEXT)}
+    options = {name: getattr(config, name) for name in (*_SHARED, "max_tokens")}
+    length, scored = config.context_length, []
+    for name, engine in engines.items():  # each before any is scored
+        read = read_text(
+            name, config.data, context_length=length, column=config.column, chat=config.chat
+        )
+        length = read[-1]  # for the others too
+        scored.append((read, engine))
     results = []
     with Progress(console) as progress:
-        for name, engine in engines.items():
+        for read, engine in scored:
             on_batch = progress.line("scoring", "tokens")
-            results.append(evaluate(name, config.data, engine=engine, on_batch=on_batch, **options))
-            options["context_length"] = results[0].context_length  # else each as it was trained
+            results.append(evaluate(*read, engine=engine, on_batch=on_batch, **options))
     rows = {
         "checkpoint": "{0.checkpoint}",
         "format": "{0.format}",

@@ -38,14 +38,6 @@ class HeldOutText:
             return self.tokens[: most + 1], None
         return self.tokens, self.text_bytes
 
-    def check_vocab(self, model_vocab_size: int) -> None:
-        """Raise `UserError` if the tokenizer has more tokens than the model's embedding."""
-        if self.vocab_size > model_vocab_size:
-            raise UserError(
-                f"{self.name}: its tokenizer's vocabulary has {self.vocab_size:,} tokens, the model's "
-                f"{model_vocab_size:,}; evaluate with the tokenizer that the model was trained with"
-            )
-
 
 def read_held_out(
     data: str | Path, checkpoint: str, *, column: str | None = None, chat: bool = False

@@ -7,11 +7,10 @@ after it. Windows do not overlap: every token but the very first is scored exact
 training.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_bitnet.checkpoint.checkpoint import StoredModel
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.chat import BEGINS, LEARNT
-from sparse_bitnet.data.held_out import TokenSequence, read_held_out
+from sparse_bitnet.data.held_out import HeldOutText, TokenSequence, read_held_out
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import InferenceEngine
 from sparse_bitnet.errors import UserError
@@ -110,13 +110,14 @@ def perplexity(
     Returns the `Perplexity`. Raises `UserError` when there is nothing to score, and for a context beyond
     the model's positions.
     """
-    positions = _sizes(model)[0]
+    is_engine = isinstance(model, InferenceEngine)
+    positions = model.context_length if is_engine else _positions(model)
     if len(tokens) < 2:
         raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
     if positions is not None and context_length > positions:
         raise UserError(f"context_length={context_length}: the model has {positions} positions")
     cut = windows(len(tokens), context_length, chat)
-    if isinstance(model, InferenceEngine):
+    if is_engine:
         mean, scored = _engine_loss(model, tokens, cut, chat, batch_size, on_batch)
     else:
         batches = _batches(tokens, cut, chat, batch_size, on_batch)
@@ -125,13 +126,9 @@ def perplexity(
     return Perplexity(mean_nll=mean, tokens=scored)
 
 
-def _sizes(model: "PreTrainedModel | InferenceEngine") -> tuple[int | None, int]:
-    """Return the number of positions of a model, None without a limit, and its number of known tokens."""
-    if isinstance(model, InferenceEngine):
-        return model.context_length, model.vocab_size
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return getattr(model.config, "max_position_embeddings", None), weight.shape[0]
+def _positions(model: "PreTrainedModel") -> int | None:
+    """Return the number of positions of a model, None without a limit."""
+    return getattr(model.config, "max_position_embeddings", None)
 
 
 def _batches(
@@ -223,63 +220,86 @@ class Evaluation(Perplexity):
     def to_dict(self) -> dict[str, Any]:
         """Return every field and both derived values, ready for JSON."""
         derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return derived | dataclasses.asdict(self)
+        return derived | asdict(self)
 
 
-def evaluate(
+def read_text(
     checkpoint: str | Path,
     data: str | Path,
     *,
     context_length: int | None = None,
-    batch_size: int = 8,
-    max_tokens: int = 0,
-    precision: str = "auto",
-    device: str = "auto",
-    engine: EngineOptions | None = None,
     column: str | None = None,
     chat: bool = False,
-    on_batch: OnProgress | None = None,
-) -> Evaluation:
-    """Measure the held-out perplexity of a run, a checkpoint, or any transformers causal LM.
+) -> tuple[StoredModel, HeldOutText, int]:
+    """Return the arguments of `evaluate`: model, text in its tokens, context length. No weight is read.
 
     Args:
         checkpoint: run folder, checkpoint folder, transformers folder or hub id.
         data, column, chat: as in `read_held_out`. In conversations, only answers are scored.
         context_length: default: the sequence length of training, or 2048, or the model's positions.
+
+    Raises `UserError` for a checkpoint, data or combination of both that cannot be used.
+    """
+    stored = find_checkpoint(checkpoint)
+    text = read_held_out(data, str(stored.folder), column=column, chat=chat)
+    model: Any = stored.model
+    positions, known = _positions(model), model.get_input_embeddings().weight.shape[0]
+    trained = stored.trained_context_length or DEFAULT_CONTEXT_LENGTH
+    length = context_length or min(trained, positions or DEFAULT_CONTEXT_LENGTH)
+    if text.vocab_size > known:
+        raise UserError(
+            f"{text.name}: its tokenizer's vocabulary has {text.vocab_size:,} tokens, that of "
+            f"{stored.name} {known:,}; evaluate with the tokenizer that the model was trained with"
+        )
+    if positions is not None and length > positions:
+        raise UserError(
+            f"context_length={length}: {stored.name} has only {positions} positions; give a shorter one"
+        )
+    return stored, text, length
+
+
+def evaluate(
+    stored: StoredModel,
+    text: HeldOutText,
+    context_length: int,
+    *,
+    batch_size: int = 8,
+    max_tokens: int = 0,
+    precision: str = "auto",
+    device: str = "auto",
+    engine: EngineOptions | None = None,
+    on_batch: OnProgress | None = None,
+) -> Evaluation:
+    """Measure the held-out perplexity of a run, a checkpoint, or any transformers causal LM.
+
+    Args:
+        stored, text, context_length: from `read_text`.
         max_tokens: score only this many tokens, from the first; 0: all.
         precision, device: as in `TrainConfig`; not for an engine.
         engine: options of the CPU engine, to score a packed folder with it; context and cache are set
             here.
         on_batch: called with the tokens scored so far and the number of all.
 
-    Other arguments as `perplexity`. Raises `UserError` for a checkpoint, data or combination of both
-    that cannot be used.
+    Other arguments as `perplexity`. Raises `UserError` for a checkpoint that cannot be loaded.
     """
-    stored = find_checkpoint(checkpoint)
-    text = read_held_out(data, str(stored.folder), column=column, chat=chat)
-    trained = stored.trained_context_length or DEFAULT_CONTEXT_LENGTH
     model: Any
     options: dict[str, Any] = {}
     if engine is None:
         options["device"] = resolve_device(device)
         options["dtype"] = resolve_dtype(precision, options["device"])
         model = stored.load(dtype=torch.float32).to(options["device"])
-        length = context_length or min(trained, _sizes(model)[0] or DEFAULT_CONTEXT_LENGTH)
         precision, where = str(options["dtype"]).removeprefix("torch."), options["device"].type
     else:
-        positions = stored.config.get("max_position_embeddings", DEFAULT_CONTEXT_LENGTH)
-        length = context_length or min(trained, positions)
-        room = batch_size * (length // _PAGE + 1) * _PAGE
-        settings = dataclasses.replace(engine, context_length=length, cache_tokens=room)
+        room = batch_size * (context_length // _PAGE + 1) * _PAGE
+        settings = replace(engine, context_length=context_length, cache_tokens=room)
         model = open_engine(str(stored.folder), settings)
         precision, where = f"float32, head {engine.head}, cache {engine.kv_cache}", "cpu engine"
     try:
-        text.check_vocab(_sizes(model)[1])
         tokens, text_bytes = text.first(max_tokens)
         result = perplexity(
             model,
             tokens,
-            context_length=length,
+            context_length=context_length,
             batch_size=batch_size,
             chat=text.chat,
             on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
@@ -289,7 +309,7 @@ def evaluate(
         if engine is not None:
             model.close()
     return Evaluation(
-        context_length=length,
+        context_length=context_length,
         text_bytes=text_bytes,
         checkpoint=stored.name,
         format=_format(model, stored.entry),
