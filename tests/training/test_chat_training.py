@@ -272,8 +272,10 @@ def test_evaluate_scores_answers_as_training_does(
             assert reports[-1]["tokens"] == learnt
         assert reports[1]["mean_nll"] == pytest.approx(reports[0]["mean_nll"], rel=1e-3)
     out = tmp_path / "both.json"
-    evaluate([config.out, config.init, "--data", str(rows), "--chat", "--out", str(out)])
+    options = ["--data", str(rows), "--chat", "--max-tokens", "37", "--out", str(out)]
+    evaluate([config.out, config.init, *options])
     both = json.loads(out.read_text())
+    assert [each["tokens"] for each in both] == [37, 37]
     assert [each["context_length"] for each in both] == [64, 64]
     assert both[0]["mean_nll"] < both[1]["mean_nll"] - 0.1
     rows.write_text('{"messages": []}')

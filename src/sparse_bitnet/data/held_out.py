@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
-from sparse_bitnet.data.chat import IDS, check_conversation, check_template
+from sparse_bitnet.data.chat import IDS, LEARNT, check_conversation, check_template
 from sparse_bitnet.data.documents import skipped_line
 from sparse_bitnet.data.file_source import FileSource, check_text
 from sparse_bitnet.data.preparation import batches, encoder
@@ -32,8 +32,11 @@ class HeldOutText:
     """The tokens of conversations as they are stored (`data.chat`); None for other text."""
 
     def first(self, most: int) -> tuple[TokenSequence, int | None]:
-        """Return the tokens and the bytes of their text: all of them for 0; else `most` scored tokens
-        and the one before them, whose number of bytes is unknown."""
+        """Return the tokens and the bytes of their text: all of them for 0; else those up to the
+        `most`th scored one, whose number of bytes is unknown."""
+        if most and self.chat is not None:
+            learnt = np.flatnonzero(self.chat & LEARNT)
+            most = int(learnt[most - 1]) if most <= len(learnt) else 0
         if 0 < most < len(self.tokens):
             return self.tokens[: most + 1], None
         return self.tokens, self.text_bytes
