@@ -41,9 +41,12 @@ def read_vocabulary(folder: Path) -> dict[str, Any]:
     return {key.removeprefix("tokenizer.ggml."): field.value for key, field in fields}
 
 
-def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path) -> None:
+def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path, changed) -> None:
     vocabulary = read_vocabulary(checkpoint)
     assert vocabulary["pre"] == "qwen2"
+    plain = read_vocabulary(changed(normalizer=None))
+    normalizers = [read_tokenizer(each, "").normalizer for each in (vocabulary, plain)]
+    assert [str(each) for each in normalizers] == ["NFC()", "None"]
     assert len(vocabulary["tokens"]) == len(vocabulary["token_type"]) == 392
     for token, index in load_tokenizer(checkpoint).get_vocab().items():
         assert vocabulary["tokens"][index] == token

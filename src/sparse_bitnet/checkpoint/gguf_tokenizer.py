@@ -104,6 +104,8 @@ PRE_TOKENIZERS = (
 )
 """All pre-tokenizers that can be read and written."""
 
+NORMALIZED = ("qwen2", "qwen35")
+"""Names whose models all normalise text to Unicode form NFC, which a GGUF file does not say."""
 
 _DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
 """Kind of tokenizer -> token ids that a reader assumes if a file does not name them."""
@@ -170,7 +172,7 @@ def read_tokenizer(fields: dict[str, Any], where: str) -> "Tokenizer":
 
 
 def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence
 
     alphabet = set(ByteLevel.alphabet())
@@ -199,6 +201,8 @@ def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
         )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
     tokenizer = Tokenizer(bpe)
+    if fields.get("pre") in NORMALIZED:
+        tokenizer.normalizer = normalizers.NFC()
     is_gpt2 = pre.regexes == (GPT2,)
     plain.use_regex = is_gpt2
     tokenizer.pre_tokenizer = plain if is_gpt2 else Sequence([*_splits(pre), plain])
