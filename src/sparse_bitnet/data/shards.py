@@ -24,7 +24,7 @@ from sparse_bitnet.data.manifest import (
     check_shards,
     token_dtype,
 )
-from sparse_bitnet.data.tokenizer import tokenizer_hash
+from sparse_bitnet.data.tokenizer import gives_same_tokens, tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
 
 _VERIFIED_BYTES = 10_000_000_000
@@ -182,14 +182,18 @@ class TokenDataset:
         """
         theirs: str | None = None
         if has_tokenizer(folder):
-            theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
+            model = load_tokenizer(folder, eos_token=self.eos_token_id)
+            theirs, data = tokenizer_hash(model), self.folder / TOKENIZER
+            if theirs != self.manifest.tokenizer_hash and has_tokenizer(data):
+                same = gives_same_tokens(model, load_tokenizer(data))
+                theirs = self.manifest.tokenizer_hash if same else theirs
         elif folder.is_file():
             # A GGUF file describes the same tokenizer differently.
             tokens = load_tokenizer(self.folder / TOKENIZER).get_vocab().items()
             own = load_tokenizer(folder, eos_token=self.eos_token_id).get_vocab().items()
             theirs = self.manifest.tokenizer_hash if tokens <= own else ""
-        elif isinstance(data := read_json_if_there(folder / STATE).get("data"), dict):
-            theirs = data.get("tokenizer_hash")  # an unfinished run's, which names its data
+        elif isinstance(known := read_json_if_there(folder / STATE).get("data"), dict):
+            theirs = known.get("tokenizer_hash")  # an unfinished run's, which names its data
         if theirs not in (None, self.manifest.tokenizer_hash):
             raise UserError(
                 f"{self.folder} was prepared with another tokenizer than that of {name}: prepare the "

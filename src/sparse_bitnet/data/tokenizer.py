@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 
 LARGEST_VOCABULARY = 1 << 24
+_BEFORE_MODEL = ("normalizer", "pre_tokenizer", "added_tokens")
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -59,6 +60,23 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
     content["eos_token_id"] = tokenizer.eos_token_id
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def gives_same_tokens(own: "PreTrainedTokenizerFast", data: "PreTrainedTokenizerFast") -> bool:
+    """Whether a tokenizer makes the tokens of another, which may have fewer, although their hashes
+    differ: one that was read from GGUF has unused tokens, and other settings that change no token."""
+
+    def described(tokenizer: "PreTrainedTokenizerFast") -> tuple[Any, Any]:
+        text = tokenizer.backend_tokenizer.to_str()
+        content = json.loads(text.replace('"trim_offsets":true', '"trim_offsets":false'))
+        model = content["model"]
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+            model[name] = model.get(name) or None
+        tokens = dict(model.pop("vocab")).items()
+        return tokens, [model, *(content[name] for name in _BEFORE_MODEL)]
+
+    (tokens, steps), (needed, same) = described(own), described(data)
+    return steps == same and needed <= tokens
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
