@@ -15,7 +15,9 @@ from sparse_bitnet.evaluation.perplexity import evaluate, read_text
 from sparse_bitnet.training.trainer import train
 
 
-def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_config):
+def test_the_newest_checkpoint_of_several_processes_is_put_together(
+    worlds, run_config, monkeypatch
+):
     alone, several = run_config("alone", checkpoint_every=5), run_config("several")
     train(alone)
     outcomes = worlds.run(several, size=3, faults={"1:5": "interrupt"})
@@ -40,6 +42,13 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(worlds, run_
     )
     scored = evaluate(*read_text(run, several.data), max_tokens=200)
     assert 1 < scored.perplexity < 400
+    dropped = shutil.copytree(newest.path, newest.path.with_name("step-99999999"))
+    with monkeypatch.context() as run_that_continues:
+        run_that_continues.setattr(
+            "sparse_bitnet.checkpoint.saved_steps.damage",
+            lambda _: shutil.rmtree(dropped, ignore_errors=True),
+        )
+        assert resolve_checkpoint(run) == str(whole)
     # Whoever asks for another checkpoint gets that one, and only that is kept.
     assert Path(resolve_checkpoint(older.path)).name == older.path.name
     assert not whole.exists()

@@ -58,7 +58,12 @@ def resolve_checkpoint(path_or_id: str | Path) -> str:
         steps = list_checkpoints(path) or list_checkpoints(path.parent.parent)
         named = [step for step in steps if path in (step.path, step.path.parent.parent)]
         if named:
-            return str(consolidated(named[-1]))
+            try:
+                return str(consolidated(named[-1]))
+            except (UserError, OSError):
+                if named[-1].path.exists():
+                    raise
+                return resolve_checkpoint(path)  # the run went on, and dropped that one
         if (path / CONFIG_FILE).is_file() and "model_type" in read_config(path):
             return str(path)
         if path.exists():
