@@ -56,6 +56,7 @@ def sr_ste(weight: "Tensor") -> "Tensor":
 
 def soft_threshold(weight: "Tensor", mask: "Tensor", m: int) -> "Tensor":
     """Return sign(w) * (|w| - t) where kept, t the group's largest pruned magnitude; see `s_ste`."""
+    weight = weight.float() if weight.itemsize < 4 else weight  # else the difference is rounded
     pruned = (weight.abs() * ~mask).unflatten(-1, (-1, m)).amax(-1, keepdim=True)
     shrunk = (weight.abs().unflatten(-1, (-1, m)) - pruned).flatten(-2).clamp_min(0)
     return weight.sign() * shrunk * mask
