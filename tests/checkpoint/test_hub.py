@@ -197,7 +197,11 @@ class TestRefusals:
 
     def test_saving_layers_of_two_formats_is_refused(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(), SparseBitConfig())
-        convert_(model, SparseBitConfig.parse("full-6:8"), lambda m, name: name.endswith("up_proj"))
+        with pytest.raises(
+            UserError, match=r"layer .*q_proj would stay ternary-6:8 beside full-6:8"
+        ):
+            convert_(model, "full-6:8", lambda m, name: name.endswith("up_proj"))
+        convert_(model.model.layers[0].mlp, "full-6:8")
         with pytest.raises(UserError, match="one checkpoint holds one format"):
             save_pretrained(model, tmp_path / "out")
 

@@ -146,13 +146,20 @@ class TestConvert:
         assert model[0].weight is model[1].weight
 
     @pytest.mark.parametrize("bias", [True, False])
-    def test_keeps_mode_bias_type_and_device(self, bias: bool) -> None:
+    def test_keeps_hooks_mode_bias_type_and_device(self, bias: bool) -> None:
         linear = nn.Linear(8, 8, bias=bias, dtype=torch.bfloat16, device="meta")
+        handle = linear.register_forward_hook(lambda layer, args, y: y[:1])
         model = convert_(nn.Sequential(linear).eval(), TERNARY)
+        x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta")
+        assert model(x).shape == (1, 8)
+        handle.remove()
+        assert model(x).shape == (2, 8)
         assert not model[0].training
         assert (model[0].bias is not None) == bias
         assert "bias" in model[0]._parameters
         assert (model[0].weight.dtype, model[0].weight.device.type) == (torch.bfloat16, "meta")
+        with torch.no_grad():
+            convert_(model.float(), "ternary-6:8,quantizer=per-channel")(x.float())
 
     def test_other_subclasses_of_linear_are_not_converted(self) -> None:
         attention = nn.MultiheadAttention(16, 2)
@@ -173,7 +180,10 @@ class TestConvert:
 
     def test_a_bare_linear_cannot_be_replaced_in_place(self) -> None:
         with pytest.raises(UserError, match="wrap it"):
-            convert_(nn.Linear(8, 8), TERNARY)
+            convert_(linear := nn.Linear(8, 8), TERNARY)
+        linear.forward = linear.forward  # as accelerate does
+        with pytest.raises(UserError, match="convert_: 0 has a forward of its own"):
+            convert_(nn.Sequential(linear), TERNARY)
 
 
 class TestSelected:

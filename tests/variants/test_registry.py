@@ -272,11 +272,13 @@ def test_calibration_prunes_without_training(tmp_path: Path) -> None:
     again = from_pretrained(tmp_path / "pruned")(batches[1]).logits
     assert torch.equal(again, model.eval()(batches[1]).logits)
     with pytest.raises(UserError, match="the calibration text is empty"):
-        convert_(tiny_model(), SparseBitConfig(), calibration=[])
+        convert_(tiny_model(), "full-6:8,score=wanda", calibration=[])
+    with pytest.raises(UserError, match="calibration has no effect on score=magnitude"):
+        convert_(tiny_model(), "full-6:8", calibration=batches)
     spoilt = tiny_model()
     spoilt.get_input_embeddings().weight.data[3] = float("nan")
     with pytest.raises(UserError, match="inputs that are not finite"):
-        convert_(spoilt, SparseBitConfig(), calibration=batches)
+        convert_(spoilt, "full-6:8,score=wanda", calibration=batches)
 
 
 def test_calibration_keeps_modes_and_norms_of_unreached_layers() -> None:

@@ -7,6 +7,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -86,16 +87,39 @@ def convert_(
         )
     for name, module in targets.items():
         of: Any = module
+        if "forward" in vars(module):
+            raise UserError(
+                f"convert_: {name} has a forward of its own, such as device_map sets for several "
+                "devices: convert the model before"
+            )
         # Groups lie along rows, which a `Conv1D` stores as columns.
         along = -2 if _class_name(module) == _CONV1D else -1
         for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):
             _check_width(weight.shape[along], config, name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
-    own = {id(module): id(module.weight) for module in linear.values()}
-    if config.variant("activation").folds and len({*own.values()}) < len(own):
-        raise UserError(f"activation={config.activation} cannot rotate weights that layers share")
-    sees_inputs = config.variant("score").sees_inputs
-    if calibration is not None and sees_inputs and len(linear) < len(targets):
+    owners: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in linear.items() if config.variant("activation").folds else ():
+        other, first = owners.setdefault(id(module.weight), (name, module))
+        if first is not module:
+            raise UserError(
+                f"layers {other} and {name} share their weight, which activation={config.activation} "
+                "cannot rotate: leave both dense (dense_layers), or choose activation=int8"
+            )
+    model_config: Any = getattr(model, "config", None)
+    is_saved = hasattr(model, "save_pretrained") and hasattr(model_config, "to_dict")
+    for name, sparse in sparse_layers(model).items() if is_saved else ():
+        stays = name not in targets and not config.keeps_dense(name)
+        if stays and replace(sparse.config, dense_layers=config.dense_layers) != config:
+            raise UserError(
+                f"convert_: layer {name} would stay {sparse.config} beside {config}, and a saved model "
+                "has one format: convert both alike, or leave one dense (dense_layers)"
+            )
+    if calibration is not None and not config.variant("score").sees_inputs:
+        raise UserError(
+            f"convert_: calibration has no effect on score={config.score}, which does not measure "
+            "inputs: leave it out, or choose score=wanda"
+        )
+    if calibration is not None and len(linear) < len(targets):
         raise UserError(
             "convert_: calibration does not reach fused experts; leave them dense (dense_layers), or "
             "convert the model to full-8:8 first, which takes them apart"
@@ -113,6 +137,8 @@ def convert_(
         elif config.keeps_dense(name) and isinstance(module, SparseBitLinear):
             layers[module] = module.to_linear()
         if module in layers:
+            hooks = {name: value for name, value in vars(module).items() if "_hook" in name}
+            vars(layers[module]).update(hooks)  # whose handles still remove them
             owner: Any = model.get_submodule(parent)
             setattr(owner, child, layers[module])
             if isinstance(owner, nn.TransformerEncoderLayer):
@@ -123,8 +149,7 @@ def convert_(
         layer: Any = model.get_submodule(name)
         if layer.input_norm is not None:
             layer.input_norm.copy_(norm)
-    model_config: Any = getattr(model, "config", None)
-    if hasattr(model_config, "to_dict"):
+    if is_saved:
         model_config.quantization_config = quantization_config(model, config)
     return model
 

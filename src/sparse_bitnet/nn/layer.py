@@ -259,7 +259,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
                     quantized=self.inputs.codes(x),
                 )
             # Exact in float32, as in the engine; in 16-bit types rounded, and fast, as in training.
-            if not torch.is_grad_enabled() and output_dtype(x) == torch.float32:
+            if not (torch.is_grad_enabled() or x.is_meta) and output_dtype(x) == torch.float32:
                 return several_scales_linear(x, self.bias, codes, scale, self.inputs.codes(x))
         weight: Tensor = self.weight
         if codes is not None or selection.mask is not None or selection.value is not None:

@@ -116,7 +116,8 @@ def several_scales_linear(
 def output_dtype(x: Tensor) -> torch.dtype:
     """Return the autocast dtype if one is set, else that of `x`."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else x.dtype
 
 
 def _where_kept(gradient: Tensor, gradient_mask: Tensor | None) -> Tensor:
