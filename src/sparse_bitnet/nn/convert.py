@@ -48,8 +48,8 @@ def convert_(
         config: format of every converted layer, or its text form, such as "ternary-6:8".
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
             experts. Default: all in the blocks, but never an embedding, an output head, a weight tied to
-            one, a gate of linear attention or Mamba's dt_proj. The config's `dense_layers` stay dense in
-            either case.
+            one, a gate of linear attention or Mamba's x_proj, dt_proj and out_proj. The config's
+            `dense_layers` stay dense in either case.
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
@@ -68,7 +68,9 @@ def convert_(
         raise UserError(
             "convert_: a bare linear layer cannot be replaced in place; wrap it in a module"
         )
-    chosen = _in_blocks(model) if filter_fn is None else filter_fn
+    chosen, past = filter_fn, set[str]()
+    if chosen is None:
+        chosen, past = _in_blocks(model), _read_past(model)
     candidates = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -79,7 +81,7 @@ def convert_(
     targets = {
         name: module
         for name, module in candidates.items()
-        if not config.keeps_dense(name) and chosen(module, name)
+        if not config.keeps_dense(name) and name not in past and chosen(module, name)
     }
     if not targets:
         raise UserError(
@@ -206,13 +208,23 @@ def _in_blocks(model: nn.Module) -> FilterFn:
     }
 
     def in_blocks(module: nn.Module, name: str) -> bool:
-        # Mamba's own code multiplies by the weight of dt_proj, past the layer.
-        is_gate = name.removesuffix(".weight").endswith((*GATES, ".dt_proj"))
+        is_gate = name.removesuffix(".weight").endswith(GATES)
         if module is head or is_gate or id(getattr(module, "weight", None)) in embeddings:
             return False
         return not blocks or any(name.startswith(f"{block}.") for block in blocks)
 
     return in_blocks
+
+
+def _read_past(model: nn.Module) -> set[str]:
+    """Return the names of layers that may never run: Mamba's code, or its kernels in training, multiply
+    by their weights past them."""
+    return {
+        f"{name}.{layer}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "A_log") and hasattr(module, "D")
+        for layer in ("x_proj", "dt_proj", "out_proj")
+    }
 
 
 def is_linear(module: nn.Module) -> bool:
