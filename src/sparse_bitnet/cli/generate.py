@@ -177,7 +177,12 @@ def main(
     matcher = None if grammar is None else model.grammars().start(grammar)
     prompt = config.read_prompt()
     tokens = model.first_tokens(prompt)
-    print(prompt, end="", flush=True)
+    before = [prompt]  # shown with the first token: until then the prompt can be refused
+
+    def show(piece: str) -> None:
+        print(*before, piece, sep="", end="", flush=True)
+        before.clear()
+
     try:
         written = model.continue_tokens(
             tokens,
@@ -186,10 +191,11 @@ def main(
             stop=text.stop,
             grammar=matcher,
             speculation=drafts,
-            on_text=_show,
+            on_text=show,
         )
     finally:
-        print()  # an error gets a line of its own
+        if not before:
+            print()  # an error gets a line of its own
     if config.stats:
         _print_statistics(written, model.engine_name)
     model.engine.close()
