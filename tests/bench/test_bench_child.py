@@ -14,7 +14,7 @@ from sparse_bitnet.errors import UserError
 def answer(question):
     print("noise that is no answer")
     if question["op"] == "refuse":
-        raise UserError("refused: too large")
+        raise UserError("refused: too large; use --engine transformers")
     if question["op"] == "die":
         sys.exit("out of everything")
     return {"question": question, "memory": resident_bytes(), "set": os.environ.get("A_NAME")}
