@@ -110,9 +110,7 @@ def test_progress_counts_every_token(model, tokens):
     assert seen[-1] == len(tokens) - 1
 
 
-def test_unscorable_data_is_refused(model, tokens):
-    with pytest.raises(UserError, match="2048 positions"):
-        perplexity(model, tokens, context_length=4096)
+def test_unscorable_data_is_refused(model):
     with pytest.raises(UserError, match="1 tokens"):
         perplexity(model, np.array([1]), context_length=8)
 

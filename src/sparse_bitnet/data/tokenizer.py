@@ -15,6 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 LARGEST_VOCABULARY = 1 << 24
 _BEFORE_MODEL = ("normalizer", "pre_tokenizer", "added_tokens")
+_OF_MODEL = ("type", "merges", "ignore_merges", "byte_fallback", "continuing_subword_prefix")
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -66,14 +67,12 @@ def gives_same_tokens(own: "PreTrainedTokenizerFast", data: "PreTrainedTokenizer
     """Whether a tokenizer makes the tokens of another, which may have fewer, although their hashes
     differ: one that was read from GGUF has unused tokens, and other settings that change no token."""
 
-    def described(tokenizer: "PreTrainedTokenizerFast") -> tuple[Any, Any]:
+    def described(tokenizer: "PreTrainedTokenizerFast") -> tuple[Any, list[Any]]:
         text = tokenizer.backend_tokenizer.to_str()
         content = json.loads(text.replace('"trim_offsets":true', '"trim_offsets":false'))
         model = content["model"]
-        for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-            model[name] = model.get(name) or None
-        tokens = dict(model.pop("vocab")).items()
-        return tokens, [model, *(content[name] for name in _BEFORE_MODEL)]
+        settings = [model.get(name) or None for name in _OF_MODEL]
+        return dict(model["vocab"]).items(), settings + [content[name] for name in _BEFORE_MODEL]
 
     (tokens, steps), (needed, same) = described(own), described(data)
     return steps == same and needed <= tokens

@@ -107,28 +107,18 @@ def perplexity(
         chat: the stored tokens of conversations, of which only the answers are scored.
         on_batch: called with the number of tokens scored so far.
 
-    Returns the `Perplexity`. Raises `UserError` when there is nothing to score, and for a context beyond
-    the model's positions.
+    Returns the `Perplexity`. Raises `UserError` when there is nothing to score.
     """
-    is_engine = isinstance(model, InferenceEngine)
-    positions = model.context_length if is_engine else _positions(model)
     if len(tokens) < 2:
         raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    if positions is not None and context_length > positions:
-        raise UserError(f"context_length={context_length}: the model has {positions} positions")
     cut = windows(len(tokens), context_length, chat)
-    if is_engine:
+    if isinstance(model, InferenceEngine):
         mean, scored = _engine_loss(model, tokens, cut, chat, batch_size, on_batch)
     else:
         batches = _batches(tokens, cut, chat, batch_size, on_batch)
         mean, scored = mean_token_loss(SummedLoss(model), batches, device=device, dtype=dtype)
     assert chat is not None or scored == len(tokens) - 1
     return Perplexity(mean_nll=mean, tokens=scored)
-
-
-def _positions(model: "PreTrainedModel") -> int | None:
-    """Return the number of positions of a model, None without a limit."""
-    return getattr(model.config, "max_position_embeddings", None)
 
 
 def _batches(
@@ -243,7 +233,8 @@ def read_text(
     stored = find_checkpoint(checkpoint)
     text = read_held_out(data, str(stored.folder), column=column, chat=chat)
     model: Any = stored.model
-    positions, known = _positions(model), model.get_input_embeddings().weight.shape[0]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    known = model.get_input_embeddings().weight.shape[0]
     trained = stored.trained_context_length or DEFAULT_CONTEXT_LENGTH
     length = context_length or min(trained, positions or DEFAULT_CONTEXT_LENGTH)
     if text.vocab_size > known:

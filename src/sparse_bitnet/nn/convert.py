@@ -144,9 +144,7 @@ def convert_(
             owner: Any = model.get_submodule(parent)
             setattr(owner, child, layers[module])
             if isinstance(owner, nn.TransformerEncoderLayer):
-                owner.activation_relu_or_gelu = (
-                    0  # its fast path multiplies by weights, past layers
-                )
+                owner.activation_relu_or_gelu = 0  # its fast path multiplies past the layers
     for name, norm in norms.items():
         layer: Any = model.get_submodule(name)
         if layer.input_norm is not None:
