@@ -127,7 +127,7 @@ def test_a_prompt_is_continued_in_python(folder):
     model = open_model(folder / "packed")
     text = model.generate("some words", temperature=0)
     assert text == model.generate("some words", temperature=0)
-    cut = model.generate("some words", temperature=0, stop=[text[5:8]])
+    cut = model.generate("some words", temperature=0, stop=text[5:8])
     assert cut == text[: text.find(text[5:8])]
     assert isinstance(model.generate("", max_tokens=1), str)
     for wrong, words in (({"max_tokens": 0}, "max_tokens=0"), ({"top_p": 2}, "top_p=2")):

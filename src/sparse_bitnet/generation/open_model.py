@@ -70,7 +70,7 @@ class OpenModel:
         prompt: str,
         *,
         max_tokens: int = 64,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         temperature: float = 0.8,
         top_p: float = 0.95,
         **sampling: Any,
@@ -80,7 +80,7 @@ class OpenModel:
         Args:
             prompt: text to continue; no chat template is applied.
             max_tokens: maximum number of tokens to generate.
-            stop: stop strings; the text ends before the first of them.
+            stop: stop string or strings; the text ends before the first of them.
             temperature: sampling temperature; 0 always takes the most likely token.
             top_p: sample from the smallest set of most likely tokens with this total probability.
             **sampling: more fields of `SamplingOptions`, such as `top_k` and `seed`.
@@ -89,7 +89,8 @@ class OpenModel:
         """
         drawn = SamplingOptions(temperature=temperature, top_p=top_p, **sampling)
         tokens = self.first_tokens(prompt)
-        return self.continue_tokens(tokens, max_tokens, sampling=drawn, stop=tuple(stop)).text
+        ends = (stop,) if isinstance(stop, str) else tuple(stop)
+        return self.continue_tokens(tokens, max_tokens, sampling=drawn, stop=ends).text
 
     def continue_tokens(
         self,
