@@ -4,6 +4,7 @@
 import contextlib
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -201,10 +202,6 @@ def main(
     model.engine.close()
 
 
-def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
-
-
 def _read_text(option: str, path: str) -> str:
     """Return the text of a file, or of standard input ("-"). Raises `UserError` that names the option."""
     with library_errors_as(f"{option} {path}"), os_errors_as(f"{option}: cannot read {path}"):
@@ -310,7 +307,7 @@ def _answer(conversation: "Conversation", line: str, config: ChatConfig, engine_
     from sparse_bitnet.engine.protocol import ContextFull
 
     try:
-        text = conversation.answer(line, on_text=_show)
+        text = conversation.answer(line, on_text=partial(print, end="", flush=True))
     except KeyboardInterrupt:
         print(" [stopped]")
         return

@@ -53,6 +53,9 @@ def convert_(
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
+    Convert a transformers model as a whole: its own `save_pretrained` stores nothing of the format where
+    only a part of it, such as one block, was converted.
+
     A converted layer gets the new config; a layer used in several places stays shared. The weights of
     GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser afterwards. Without
     `filter_fn` a warning names weights that stay dense. A transformers model's config gets the
@@ -89,11 +92,6 @@ def convert_(
         )
     for name, module in targets.items():
         of: Any = module
-        if "forward" in vars(module):
-            raise UserError(
-                f"convert_: {name} has a forward of its own, such as device_map sets for several "
-                "devices: convert the model before"
-            )
         # Groups lie along rows, which a `Conv1D` stores as columns.
         along = -2 if _class_name(module) == _CONV1D else -1
         for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):

@@ -83,15 +83,8 @@ def compress_windows(expanded: Tensor) -> Tensor:
 def sparse_int8_linear_reference(
     x_codes: Tensor, activation_scale: Tensor, compressed: Tensor, out_features: int, *more: Any
 ) -> Tensor:
-    """`int8_linear` with a weight of `compress_windows`, here the expanded codes themselves.
-
-    Args:
-        x_codes: int8 [..., K'] of `quantize_windows`.
-        activation_scale: as `int8_linear` takes it.
-        compressed: the weight.
-        out_features: its rows without those that fill up.
-        more: weight_scale, bias and dtype, as `int8_linear` takes them.
-    """
+    """`int8_linear` of int8 [..., K'] from `quantize_windows`, with a weight of `compress_windows`: here the
+    expanded codes, of which the first `out_features` rows count. `more`: weight_scale, bias, dtype."""
     return int8_linear_reference(x_codes, activation_scale, compressed[:out_features], *more)
 
 
