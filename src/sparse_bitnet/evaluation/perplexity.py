@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT_LENGTH = 2048
 """Context length for checkpoints that do not record their training sequence length."""
 
+Piece = tuple[np.ndarray, np.ndarray]
+"""Tokens of a window, with the one after it; and which of the predictions are scored, bool."""
+
 _PAGE = 64
 """Page size of the CPU engine's cache, in tokens."""
 
@@ -59,30 +62,18 @@ class Perplexity:
         return math.inf if self.mean_nll >= 709 else math.exp(self.mean_nll)
 
 
-class Window(NamedTuple):
-    """Input tokens start..end, each of which predicts the next one."""
+def windows(
+    tokens: int, context_length: int, chat: np.ndarray | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield the windows of a text of this many tokens, as (start, end): input tokens start..end, each of
+    which predicts the next one. Each prediction 0..tokens-2 is in exactly one window.
 
-    start: int
-    end: int
-
-    def answers(self, chat: np.ndarray) -> np.ndarray:
-        """Return which predictions belong to an answer, bool, in stored conversations."""
-        return chat[self.start + 1 : self.end + 1] & LEARNT != 0
-
-
-def windows(tokens: int, context_length: int, chat: np.ndarray | None = None) -> Iterator[Window]:
-    """Yield the windows of a text of this many tokens; each prediction 0..tokens-2 is in exactly one
-    window.
-
-    `chat`: the stored tokens, if the text is conversations. Each conversation is cut separately, and
-    windows without an answer are dropped.
+    `chat`: the stored tokens, if the text is conversations. Each conversation is cut separately.
     """
     begins = [] if chat is None else (np.flatnonzero(chat[1:tokens] & BEGINS) + 1).tolist()
     for first, following in itertools.pairwise([0, *begins, tokens]):
         for start in range(first, following - 1, context_length):
-            window = Window(start, min(start + context_length, following - 1))
-            if chat is None or window.answers(chat).any():
-                yield window
+            yield start, min(start + context_length, following - 1)
 
 
 def perplexity(
@@ -111,77 +102,73 @@ def perplexity(
     """
     if len(tokens) < 2:
         raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    cut = windows(len(tokens), context_length, chat)
+    pieces = _pieces(tokens, context_length, chat)
     if isinstance(model, InferenceEngine):
-        mean, scored = _engine_loss(model, tokens, cut, chat, batch_size, on_batch)
+        mean, scored = _engine_loss(model, pieces, batch_size, on_batch)
     else:
-        batches = _batches(tokens, cut, chat, batch_size, on_batch)
+        batches = _batches(pieces, batch_size, on_batch)
         mean, scored = mean_token_loss(SummedLoss(model), batches, device=device, dtype=dtype)
     assert chat is not None or scored == len(tokens) - 1
     return Perplexity(mean_nll=mean, tokens=scored)
 
 
+def _pieces(
+    tokens: TokenSequence | np.ndarray, context_length: int, chat: np.ndarray | None
+) -> Iterator[Piece]:
+    """Yield the windows in which something is scored; those of conversations by length, so that equally
+    long ones share a batch."""
+    cut: Iterable[tuple[int, int]] = windows(len(tokens), context_length, chat)
+    if chat is not None:
+        cut = sorted(cut, key=lambda window: window[1] - window[0])
+    for start, end in cut:
+        scored = np.ones(end - start, bool)
+        if chat is not None:
+            scored = chat[start + 1 : end + 1] & LEARNT != 0
+        if scored.any():
+            yield np.asarray(tokens[start : end + 1]), scored
+
+
 def _batches(
-    tokens: TokenSequence | np.ndarray,
-    cut: Iterable[Window],
-    chat: np.ndarray | None,
-    batch_size: int,
-    on_batch: Callable[[int], None] | None,
+    pieces: Iterable[Piece], batch_size: int, on_batch: Callable[[int], None] | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and labels, int64 [windows, length], of windows of one length: no padding, so no masks
     and no wasted work. Labels are the tokens after the inputs, or -100 where none is scored."""
-
-    def length(window: Window) -> int:
-        return window.end - window.start
-
-    def inputs_and_labels(window: Window) -> tuple[Tensor, Tensor]:
-        piece = np.asarray(tokens[window.start : window.end + 1]).astype(np.int64)
-        inputs, labels = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:].copy())
-        if chat is not None:
-            labels[~window.answers(chat)] = -100
-        return inputs, labels
-
     done = 0
-    # Conversations of one length share a batch.
-    for _, same in itertools.groupby(cut if chat is None else sorted(cut, key=length), length):
+    for _, same in itertools.groupby(pieces, lambda piece: len(piece[0])):
         while group := list(itertools.islice(same, batch_size)):
-            inputs, labels = zip(*map(inputs_and_labels, group), strict=True)
-            yield torch.stack(inputs), torch.stack(labels)
-            done += sum(map(length, group))
+            tokens, scored = (torch.from_numpy(np.stack(part)) for part in zip(*group, strict=True))
+            tokens = tokens.long()
+            yield tokens[:, :-1], tokens[:, 1:].where(scored, -100)
+            done += int(scored.sum())
             if on_batch:
                 on_batch(done)
 
 
 def _engine_loss(
     engine: InferenceEngine,
-    tokens: TokenSequence | np.ndarray,
-    cut: Iterable[Window],
-    chat: np.ndarray | None,
+    pieces: Iterable[Piece],
     batch_size: int,
     on_batch: Callable[[int], None] | None,
 ) -> tuple[float, int]:
     """Return the mean negative log-likelihood of the scored tokens, and their number."""
     scheduler = Scheduler(engine, max_running=batch_size, prefixes=PrefixCache(0))
-    under_way: dict[int, Window] = {}
+    under_way: dict[int, np.ndarray] = {}
 
     def requests() -> Iterator[GenerationRequest]:
-        for window in cut:
-            prompt = tokens[window.start : window.end + 1].tolist()
-            request = GenerationRequest(prompt=prompt, max_tokens=0, score_from=1)
-            under_way[id(request)] = window
+        for tokens, scored in pieces:
+            request = GenerationRequest(prompt=tokens.tolist(), max_tokens=0, score_from=1)
+            under_way[id(request)] = scored
             yield request
 
-    total, scored = 0.0, 0
+    total, done = 0.0, 0
     for generation in scheduler.run(requests()):
         losses = [-entry.logprob for entry in generation.prompt_scores if entry.logprob is not None]
-        window = under_way.pop(id(generation.request))
-        if chat is not None:
-            losses = list(itertools.compress(losses, window.answers(chat)))
+        losses = list(itertools.compress(losses, under_way.pop(id(generation.request))))
         total += sum(losses)
-        scored += len(losses)
+        done += len(losses)
         if on_batch:
-            on_batch(scored)
-    return mean_of(total, scored)
+            on_batch(done)
+    return mean_of(total, done)
 
 
 @dataclass(frozen=True, kw_only=True)

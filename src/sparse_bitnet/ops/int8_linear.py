@@ -83,7 +83,7 @@ def compress_windows(expanded: Tensor) -> Tensor:
 def sparse_int8_linear_reference(
     x_codes: Tensor, activation_scale: Tensor, compressed: Tensor, out_features: int, *more: Any
 ) -> Tensor:
-    """`int8_linear` of int8 [..., K'] from `quantize_windows`, with a weight of `compress_windows`: here the
+    """`int8_linear` of int8 [..., K'] from `quantize_windows`, with a weight of `compress_windows`, here
     expanded codes, of which the first `out_features` rows count. `more`: weight_scale, bias, dtype."""
     return int8_linear_reference(x_codes, activation_scale, compressed[:out_features], *more)
 
