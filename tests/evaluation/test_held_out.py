@@ -131,8 +131,3 @@ def test_every_model_is_checked_before_one_is_scored(tmp_path, prepared, model_f
 def test_chat_is_refused_for_prepared_text(prepared, model_folder):
     with pytest.raises(UserError, match="holds text, not conversations: leave out --chat"):
         read_held_out(prepared, str(model_folder), chat=True)
-
-
-def test_missing_data_is_refused(model_folder):
-    with pytest.raises(UserError, match=r"no file|no such file"):
-        read_held_out("no-such-file.txt", str(model_folder))
