@@ -268,6 +268,7 @@ def test_an_unfinished_cache_resumes(
         ({"logits_weight": 0.0}, "are both 0"),
         ({"teacher": "not/at/all"}, "no such checkpoint: no folder or file not/at/all"),
         ({"init": None}, "has a vocabulary of 304 tokens, the student one of"),
+        ({"init": None, "sequence_length": 65}, "65: teacher .* has at most 64 positions"),
     ],
 )
 def test_invalid_distillation_options_are_refused(

@@ -44,6 +44,7 @@ from sparse_bitnet.training.loss import (
     hidden_states,
     logit_cap,
 )
+from sparse_bitnet.training.model import check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -223,6 +224,7 @@ def find_teacher(
             "`train --init`"
         )
     stored = find_checkpoint(config.teacher)
+    check_positions(stored.model, config, f"teacher {config.teacher}")
     own, theirs = (
         model.get_output_embeddings().weight.shape[0] for model in (student, stored.model)
     )

@@ -53,12 +53,7 @@ def initial_model(
             parameter.data = parameter.data.bfloat16()
     set_integer_forward_(model, config.forward == "int8")
     dataset.check_vocab(cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings)
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and config.sequence_length > most:
-        raise UserError(
-            f"--sequence-length {config.sequence_length}: {config.init or config.model} has at most "
-            f"{most} positions"
-        )
+    check_positions(model, config, config.init or config.model)
     takes = inspect.signature(model.get_decoder().forward).parameters
     if dataset.is_chat and "position_ids" not in takes:
         # Its attention would not stop where positions restart.
@@ -73,6 +68,15 @@ def initial_model(
     if len(ends) > 1:
         model.generation_config.eos_token_id = ends
     return model
+
+
+def check_positions(model: "PreTrainedModel", config: TrainConfig, name: str) -> None:
+    """Raise `UserError` for a student or teacher, called `name`, with fewer positions than a window."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and config.sequence_length > most:
+        raise UserError(
+            f"--sequence-length {config.sequence_length}: {name} has at most {most} positions"
+        )
 
 
 def _end_tokens(model: Any, dataset: TokenDataset, tokenizer: Any) -> list[int]:
