@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_runs import interrupted
 
-from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -67,13 +67,16 @@ def test_a_run_logs_every_step_and_learns(small_run):
         {"format": "ternary-6:8,schedule=lambda:until=1"},
     ],
 )
-def test_final_folder_is_the_trained_model(small_run, changes):
-    config = small_run(**changes)
+def test_validations_score_the_model_that_is_stored(small_run, changes):
+    config = small_run(validation_every=4, **changes)
     result = train(config)
-    model = from_pretrained(Path(config.out) / "final")
+    scored = {row["step"]: row for row in rows(config.out) if "validation_loss" in row}
+    assert scored[6]["validation_loss"] == result.validation_loss
     where = {"device": torch.device("cpu"), "dtype": torch.float32}
-    loss, tokens = validation_loss(SummedLoss(model), config, held_out_windows(config), **where)
-    assert (loss, tokens) == (result.validation_loss, result.validation_tokens)
+    for step, folder in ((4, list_checkpoints(Path(config.out))[0].path), (6, config.out)):
+        model = find_checkpoint(folder).load()
+        loss, tokens = validation_loss(SummedLoss(model), config, held_out_windows(config), **where)
+        assert (loss, tokens) == (scored[step]["validation_loss"], result.validation_tokens)
     assert result.zero_fraction > 0.25, "pruned"
     assert model.config.eos_token_id is not None
 

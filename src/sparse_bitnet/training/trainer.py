@@ -374,6 +374,8 @@ class Trainer:
 
     def _validate(self, step: int, loss: SummedLoss | None = None) -> dict[str, Any]:
         """Score the held-out windows by the run's loss, and sample its model; or by a given loss."""
+        # The model is scored in its full format; the next step sets its own phase.
+        set_phase_(self.layers.values(), None)
         what = "validating" if loss in (None, self.loss) else "validating the teacher"
         line = self.progress.line(what, "tokens", after=5)
         # Compiling again, for another batch size and without gradients, would take longer.
