@@ -109,6 +109,31 @@ def test_selects_once_per_step_over_micro_batches_and_recomputation(
     assert not any(layer.is_selected for layer in sparse_layers(model).values())
 
 
+@pytest.mark.parametrize(
+    ("schedule", "phases"),
+    [
+        ("gradual:until=1", [(8, 1.0), (8, 1.0), (7, 1.0), (7, 1.0)]),
+        ("lambda:until=1", [(6, 0.0), (6, 0.25), (6, 0.5), (6, 0.75)]),
+    ],
+)
+def test_follows_the_schedule_and_evaluates_in_the_full_format(
+    make_trainer, schedule: str, phases: list[tuple[int, float]]
+) -> None:
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs) -> None:
+            seen.append((layer.kept, layer.blend))
+
+    model, seen = converted(f"ternary-6:8,schedule={schedule}"), []
+    layer = next(iter(sparse_layers(model).values()))
+    trainer = make_trainer(model, SparseBitCallback(), Watch(), eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert seen == phases
+    evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    plain = converted()
+    plain.load_state_dict(model.state_dict())
+    assert make_trainer(plain).evaluate()["eval_loss"] == evaluated[-1]
+
+
 def test_trains_to_the_same_weights_as_without_it(make_trainer) -> None:
     models = [converted(), converted()]
     make_trainer(models[0], SparseBitCallback(), gradient_accumulation_steps=2).train()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback of `transformers.Trainer` that selects masks and codes once per step.
+"""A callback of `transformers.Trainer` that selects masks and codes once per step, by the schedule.
 
     model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())
     Trainer(model=model, callbacks=[SparseBitCallback()], ...).train()
 
 A converted model whose score neither adds a gradient nor sees inputs trains to the same weights without
-the callback. But then every forward, recomputed ones included, selects again, and nothing is logged. The
-format's schedule is not applied: `sparse-bitnet train` does that.
+the callback. But then every forward, recomputed ones included, selects again, nothing is logged, and the
+format's schedule is not applied.
 """
 
 from contextlib import ExitStack
@@ -17,12 +17,14 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import end_step_, selected, sparse_layers
+from sparse_bitnet.nn.convert import end_step_, selected, set_phase_, sparse_layers
 from sparse_bitnet.training.metrics import selection_counts, selection_metrics
+from sparse_bitnet.training.schedule import phase_at
 
 
 class SparseBitCallback(TrainerCallback):
-    """Callback of `transformers.Trainer` that selects mask and codes once per optimiser step.
+    """Callback of `transformers.Trainer` that selects mask and codes once per optimiser step, by the
+    schedule of the format. Between steps, as in evaluations, the model is in its full format.
 
     Every training log gets `flip_rate` (share of mask positions that changed since the step before, from
     the second step on) and `zero_fraction` (share of zeros among the effective weights), both of the
@@ -45,12 +47,14 @@ class SparseBitCallback(TrainerCallback):
             name = type(kwargs["model"]).__name__
             raise UserError(f"SparseBitCallback: {name} has no SparseBitLinear; use convert_ first")
 
-    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
+        layers = sparse_layers(model)
+        for layer in layers.values():
+            set_phase_([layer], *phase_at(layer.config, state.global_step + 1, state.max_steps))
         # Trainer calls this only inside the step; in evaluation mode flips would not be counted.
         model.train()
         self._selection.enter_context(selected(model))
-        layers = sparse_layers(model)
         rates = selection_metrics(layers, selection_counts(layers).tolist(), by_layer=False)
         self._metrics = {name: value for name, value in rates.items() if value is not None}
 
@@ -59,6 +63,7 @@ class SparseBitCallback(TrainerCallback):
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         self._selection.close()
+        set_phase_(sparse_layers(kwargs["model"]).values(), None)
 
     def on_log(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]

@@ -45,16 +45,20 @@ def format_of(config: TrainConfig) -> SparseBitConfig:
 
 
 def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int, float]:
-    """Return how many of every m weights step `step` keeps, and the share of quantised values in its
-    forward.
+    """Return the `phase_at` step `step`, or that of `sparse_fraction`."""
+    if format.schedule == REGISTERED["schedule"] and step < config.first_sparse_step:
+        return format.pattern.m, 1.0
+    return phase_at(format, step, config.steps)
+
+
+def phase_at(format: SparseBitConfig, step: int, steps: int) -> tuple[int, float]:
+    """Return how many of every m weights step `step` of `steps` keeps by the format's schedule, and the
+    share of quantised values in its forward.
 
     Raises `UserError` for a schedule that returns impossible values.
     """
-    n, m = format.pattern.n, format.pattern.m
-    if format.schedule == REGISTERED["schedule"]:
-        return (n if step >= config.first_sparse_step else m), 1.0
-    schedule = format.variant("schedule")
-    kept, blend = schedule.call((step - 1) / config.steps, n, m)
+    schedule, m = format.variant("schedule"), format.pattern.m
+    kept, blend = schedule.call((step - 1) / steps, format.pattern.n, m)
     blends = schedule.blends or blend == 1
     if not (1 <= kept <= m and 0 <= blend <= 1 and blends):
         raise UserError(
