@@ -32,14 +32,12 @@ from sparse_bitnet.data.loader import TokenLoader, permuted
 from sparse_bitnet.data.shards import token_dtype
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomic
-from sparse_bitnet.nn.ternary_tables import head_weight
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.loss import (
     Soft,
     SummedLoss,
     capped,
-    chunked_loss,
     default_chunk_tokens,
     hidden_states,
     logit_cap,
@@ -251,14 +249,10 @@ class DistillationLoss(SummedLoss):
         teacher: Teacher | LogitCache,
         compiled: bool = False,
     ) -> None:
-        """`teacher`: with a cache, its top logits come with every batch.
-
-        Raises `UserError` for models that the options do not fit.
-        """
+        """`teacher`: with a cache, its top logits come with every batch."""
         super().__init__(model, config.loss_chunk_tokens, compiled)
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
-        self._divergence = torch.zeros((), dtype=torch.float64)
 
     def of_teacher(self) -> SummedLoss | None:
         """Return the teacher's own loss; None for a teacher whose logits are cached."""
@@ -266,11 +260,6 @@ class DistillationLoss(SummedLoss):
         if not isinstance(teacher, Teacher):
             return None
         return SummedLoss(teacher.model, self.chunk_tokens)
-
-    def take_divergence(self) -> Tensor:
-        """Return the sum of KL(teacher || student), float64, since the last call."""
-        divergence, self._divergence = self._divergence, torch.zeros_like(self._divergence)
-        return divergence
 
     def apart(self, loss: float, divergence: float) -> dict[str, float]:
         """Return a step's KL(teacher || student), at the temperature, and cross-entropy, in nats a token,
@@ -282,7 +271,7 @@ class DistillationLoss(SummedLoss):
             shown["cross_entropy"] = (loss - soft) / config.ce_weight
         return shown
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor,
         labels: Tensor,
@@ -308,15 +297,5 @@ class DistillationLoss(SummedLoss):
                 none = share.new_full((len(share), teacher.vocab_size), -torch.inf)
                 return none.scatter_(-1, ids[rows].long(), share)
 
-        hidden = hidden_states(self.model, input_ids, position_ids)
-        loss, divergence = chunked_loss(
-            hidden.flatten(0, 1),
-            head_weight(self.model.get_output_embeddings()),
-            labels.flatten(),
-            Soft(logits_of, config.ce_weight, config.logits_weight, config.temperature),
-            chunk_tokens=self.chunk_tokens,
-            compiled=self.compiled,
-            cap=logit_cap(self.model),
-        )
-        self._divergence = self._divergence.to(divergence.device) + divergence
-        return loss
+        soft = Soft(logits_of, config.ce_weight, config.logits_weight, config.temperature)
+        return super().forward(input_ids, labels, position_ids, soft)

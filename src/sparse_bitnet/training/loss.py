@@ -232,28 +232,36 @@ class SummedLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.chunk_tokens, self.compiled = model, chunk_tokens, compiled
+        # Sum of KL(teacher || student), float64, since the caller last set it to zero.
+        self.divergence = torch.zeros((), dtype=torch.float64)
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        soft: Soft | None = None,
     ) -> Tensor:
         """Return the loss of the next tokens, summed: a float64 scalar.
 
         `labels[b, t]` is the token that follows `input_ids[b, t]` (already shifted), both [batch,
         sequence] int64, as are `position_ids`; attention does not cross a place where these restart at
-        0.
+        0. `soft`: a teacher's term, for a head without a bias.
         """
         hidden = hidden_states(self.model, input_ids, position_ids)
         head, cap = self.model.get_output_embeddings(), logit_cap(self.model)
         flat = hidden.flatten(0, 1)
         if getattr(head, "bias", None) is None:
-            loss, _ = chunked_loss(
+            loss, divergence = chunked_loss(
                 flat,
                 head_weight(head),
                 labels.flatten(),
+                soft,
                 chunk_tokens=self.chunk_tokens,
                 compiled=self.compiled,
                 cap=cap,
             )
+            self.divergence = self.divergence.to(divergence.device) + divergence
             return loss
         logits = capped(head(flat).float(), cap)
         return F.cross_entropy(logits, labels.flatten(), reduction="sum").double()

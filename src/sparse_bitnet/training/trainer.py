@@ -344,6 +344,7 @@ class Trainer:
             top = parts_of(self.cache.batch(self.loader.windows_of(step - 1)))
             teachers = [{"top": each} for each in top]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.loss.divergence = torch.zeros_like(total)
         for number, (part, teacher) in enumerate(zip(parts, teachers, strict=True), 1):
             distributed.gather_once_(self.loss, last=number == len(parts))
             with autocast(self.device, self.dtype):
@@ -354,10 +355,7 @@ class Trainer:
         for layer in self.shards:
             layer.mask_gradient_()
         stop = torch.full_like(total, float(self.stop.is_set()))
-        divergence = torch.zeros_like(total)
-        if isinstance(self.loss, DistillationLoss):
-            divergence = self.loss.take_divergence().to(total.device)
-        sums = self.world.sum(torch.stack([total, divergence, stop]))
+        sums = self.world.sum(torch.stack([total, self.loss.divergence, stop]))
         sums[:2] /= learnt
         return sums
 
