@@ -24,6 +24,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import distillation as teacher_module
+from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.config import read_config
 from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher
 from sparse_bitnet.training.loss import hidden_states
@@ -94,7 +95,11 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_run_with_a_teacher_learns(
-    distil: Any, tmp_path: Path, family: str, capsys: pytest.CaptureFixture
+    distil: Any,
+    tmp_path: Path,
+    family: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_model(family, vocab_size=VOCAB).save_pretrained(folder := str(tmp_path / "model"))
     values = {"teacher": folder, "init": folder, "temperature": 2.0, "learning_rate": 3e-4}
@@ -129,6 +134,9 @@ def test_a_run_with_a_teacher_learns(
         UserError, match="written with another teacher; use that one or a new folder"
     ):
         train(config)
+    monkeypatch.setattr(trainer_module, "fingerprint", None)
+    with pytest.raises(UserError, match=r"another config \(temperature 2.0 -> 1.0\)"):
+        train(dataclasses.replace(config, temperature=1.0))
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(

@@ -87,19 +87,23 @@ def run_lock(run: Path) -> Iterator[None]:
                         folder.rmdir()
 
 
-def check_run(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
-    """Return the result of this config's run if `run` holds it and it is finished, else None; write
-    nothing. `data` is as in `RunResult`.
-
-    Raises `UserError` when the folder holds a run of another config or of other data, or files that are
-    not a run.
-    """
-    check_ours(run, ["config.json"], "a run folder")
+def check_run(run: Path, config: TrainConfig) -> None:
+    """Raise `UserError` when the folder holds a run of another config, or files that are not a run."""
+    # A cache of logits inside the folder is filled before config.json is written.
+    caches = Path(config.logit_cache).parts if config.logit_cache else ()
+    check_ours(run, ["config.json", *caches], "a run folder")
     if not (run / "config.json").is_file():
-        return None
+        return
     if changed := read_config(run).difference(config):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         raise UserError(f"{run} holds a run of another config ({listed}); choose another folder")
+
+
+def finished_result(run: Path, data: dict[str, Any]) -> RunResult | None:
+    """Return the result of a finished run, else None. `data` is as in `RunResult`.
+
+    Raises `UserError` when the run is one of other data.
+    """
     if not (path := run / RESULT).is_file():
         return None
     try:

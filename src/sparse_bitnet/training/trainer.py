@@ -53,6 +53,7 @@ from sparse_bitnet.training.run_folder import (
     RunCheckpoints,
     RunResult,
     check_run,
+    finished_result,
     model_files,
     run_lock,
     stop_signals,
@@ -92,27 +93,30 @@ def train(
     `Interrupted` after SIGINT or SIGTERM, once a checkpoint of the last whole step is on the disk.
     Refused input leaves no trace in the folder.
     """
-    schedule.format_of(config)
     with ExitStack() as held:
         device = resolve_device(config.device)
         world = held.enter_context(open_world(device, shard, timeout_seconds))
         with world.agreed():
             text = TokenDataset.open(config.data, "train", verify=world.is_main)
             held_out = held_out_windows(config, verify=world.is_main)
-        data = world.on_main(lambda: _identity(config, text, held_out))
-        if finished := world.on_main(lambda: _take_folder(config, text, data, held)):
+        data, finished = world.on_main(lambda: _take_folder(config, text, held_out, held))
+        if finished is not None:
             return finished
         run = Trainer(config, text, held_out, data, world, on_step, on_sample, progress)
         return run.run_to_end()
 
 
 def _take_folder(
-    config: TrainConfig, text: TokenDataset, data: dict[str, Any], held: ExitStack
-) -> RunResult | None:
-    """Lock the run folder for this process until `held` ends; return the result of a finished run."""
-    run = Path(config.out)
-    if (finished := check_run(run, config, data)) is not None:
-        return finished
+    config: TrainConfig, text: TokenDataset, held_out: Windows, held: ExitStack
+) -> tuple[dict[str, Any], RunResult | None]:
+    """Lock the run folder for this process until `held` ends; return the identity of the run's inputs, as
+    in `RunResult`, and the result of a finished run."""
+    run, format = Path(config.out), schedule.format_of(config)
+    check_run(run, config)
+    data: dict[str, Any] = {"teacher": config.teacher and fingerprint(config.teacher)}
+    data |= {each.split: each.identity() for each in (text, held_out.dataset)}
+    if (finished := finished_result(run, data)) is not None:
+        return data, finished
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"--tensorboard: the package is not installed: {install('tensorboard')}")
     for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
@@ -121,16 +125,11 @@ def _take_folder(
             say(f"{name} has no tokenizer: assuming that it is the tokenizer of {config.data}")
         if name == config.init and stored.kind == "trained":
             before = SparseBitConfig.from_dict(stored.entry["format"])
-            if before != schedule.format_of(config):
+            if before != format:
                 say(f"{name} is {before}: the run converts it to {config.format} (--format)")
     held.enter_context(run_lock(run))
     clean_run(run)
-    return None
-
-
-def _identity(config: TrainConfig, text: TokenDataset, held_out: Windows) -> dict[str, Any]:
-    teacher = config.teacher and fingerprint(config.teacher)
-    return {"teacher": teacher} | {each.split: each.identity() for each in (text, held_out.dataset)}
+    return data, None
 
 
 class Trainer:
