@@ -103,8 +103,12 @@ def test_a_cache_of_logits_inside_the_run_folder_can_be_continued(small_run, tmp
 
     with monkeypatch.context() as patched:
         patched.setattr(LogitCache, "fill", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
+        for each in (
+            dataclasses.replace(config, top_logits=8, logit_cache=f"{tmp_path}/k8"),
+            config,
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                train(each)
     assert train(config).steps == 1
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -261,8 +262,15 @@ def test_an_unfinished_cache_resumes(
         with pytest.raises(UserError, match=f"is a cache of another {what}"):
             cache("parts", **changes)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^cannot write .*file: File exists$"):
-        cache("file").fill(torch.float32, CPU, 16)
+    for name in ("file", "file/cache"):
+        with pytest.raises(UserError, match=r"^cannot write .*file is not a writable folder$"):
+            cache(name)
+    missing = sum(file.stat().st_size for file in (tmp_path / "whole").glob("part-*"))
+    free = SimpleNamespace(free=missing - 1)
+    monkeypatch.setattr(teacher_module.shutil, "disk_usage", lambda _: free)
+    assert len(cache("whole").checksums) == whole.parts
+    with pytest.raises(UserError, match=r"new needs .* MB more, and .* MB are free there"):
+        cache("new")
     with pytest.raises(UserError, match="is neither empty nor a logit cache"):
         cache(distil().data)
 

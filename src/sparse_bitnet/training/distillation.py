@@ -17,6 +17,8 @@ interrupted call resumes, and a longer run with the same data order adds parts.
 """
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,7 +91,8 @@ class LogitCache:
     ) -> None:
         """Open the folder; nothing is written before `fill`. `fingerprint`: the teacher's fingerprint.
 
-        Raises `UserError` when the folder holds another cache, or other files.
+        Raises `UserError` when the folder holds another cache, or other files, or cannot be written, and
+        when its disk is too small.
         """
         assert config.teacher is not None
         assert config.logit_cache is not None
@@ -119,7 +122,7 @@ class LogitCache:
         stored = read_json_if_there(self.folder / MANIFEST)
         if "teacher" not in stored:
             check_ours(self.folder, [], "a logit cache")
-            return
+            stored = self.identity
         for name, value in self.identity.items():
             if stored.get(name) != value:
                 what = {"data": "text", "k": "top_logits"}.get(name, name.replace("_", " "))
@@ -129,6 +132,15 @@ class LogitCache:
         self.checksums = stored.get("checksums", [])
         if not isinstance(self.checksums, list):
             raise UserError(f"{self.folder / MANIFEST} is damaged: remove the cache's folder")
+        place = next(each for each in (self.folder, *self.folder.parents) if os.path.exists(each))
+        if not (place.is_dir() and os.access(place, os.W_OK)):
+            raise UserError(f"cannot write {self.folder}: {place} is not a writable folder")
+        missing = (self.windows - len(self.checksums) * self.per_part) * length
+        if (needed := missing * self.token.itemsize) > (free := shutil.disk_usage(place).free):
+            raise UserError(
+                f"--logit-cache {self.folder} needs {needed / 1e6:,.1f} MB more, and {free / 1e6:,.1f} "
+                "MB are free there: choose another folder, or fewer --top-logits"
+            )
 
     def fill(self, dtype: torch.dtype, device: torch.device, batch: int) -> None:
         """Write the missing parts, `batch` windows at a time, and verify all parts.

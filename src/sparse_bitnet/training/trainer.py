@@ -208,10 +208,10 @@ class Trainer:
             config, world, self.model, self.optimizer, files=files, data_identity=identity
         )
         self.start = self.checkpoints.restore()
-        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         if (cache := self.cache) is not None:
             batch = config.micro_batch_size or config.batch_size
             world.on_main(lambda: cache.fill(self.dtype, self.device, batch))
+        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         self.sinks: list[Any] = []
         self.timing: list[metrics.JsonLines] = []
         if world.is_main:
