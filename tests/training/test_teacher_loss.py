@@ -148,6 +148,9 @@ def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
     options = dict(ce_weight=1.0, logit_cache=str(cache), top_logits=VOCAB)
     train(cached := distil(**options, out=str(tmp_path / "cached")))
     np.testing.assert_allclose(losses(cached), losses(direct), rtol=1e-3)
+    first = [read_rows(Path(each.out) / "metrics.jsonl")[0] for each in (direct, cached)]
+    assert first[0] == first[1]
+    assert first[0]["teacher_perplexity"] > 1
     manifest = json.loads((cache / "manifest.json").read_text())
     assert len(manifest["checksums"]) == 1
     assert (cache / "part-00000.bin").stat().st_size == PART

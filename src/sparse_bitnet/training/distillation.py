@@ -266,11 +266,11 @@ class DistillationLoss(SummedLoss):
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
 
-    def of_teacher(self) -> SummedLoss | None:
-        """Return the teacher's own loss; None for a teacher whose logits are cached."""
+    def of_teacher(self, dtype: torch.dtype, device: torch.device) -> SummedLoss:
+        """Return the teacher's own loss; a teacher whose logits are cached is loaded."""
         (teacher,) = self._teacher
-        if not isinstance(teacher, Teacher):
-            return None
+        if isinstance(teacher, LogitCache):
+            teacher = Teacher(teacher.teacher, dtype, device, teacher.vocab_size)
         return SummedLoss(teacher.model, self.chunk_tokens)
 
     def apart(self, loss: float, divergence: float) -> dict[str, float]:

@@ -244,7 +244,7 @@ class Trainer:
         config, row = self.config, {}
         try:
             if isinstance(self.loss, DistillationLoss) and self.start == 0:
-                self._compare_with_teacher(self.loss.of_teacher())
+                self._compare_with_teacher(self.loss.of_teacher(self.dtype, self.device))
             with stop_signals(self.stop.set):
                 for step in range(self.start + 1, config.steps + 1):
                     row = self._step(step)
@@ -263,16 +263,16 @@ class Trainer:
             for sink in (*self.timing, *self.sinks):
                 sink.close()
 
-    def _compare_with_teacher(self, teacher: SummedLoss | None) -> None:
-        """Write and say the perplexity of the untrained student, and its teacher's if it is in memory."""
+    def _compare_with_teacher(self, teacher: SummedLoss) -> None:
+        """Write and say the perplexities of the untrained student and its teacher."""
         row, name = self._validate(0), "validation_perplexity"
-        words = f"before the first step: validation perplexity {row[name]:,.3f}"
-        if teacher is not None:
-            row["teacher_perplexity"] = self._validate(0, teacher)[name]
-            words += f", the teacher's {row['teacher_perplexity']:,.3f}"
+        row["teacher_perplexity"] = self._validate(0, teacher)[name]
         self._write(row)
         if self.world.is_main:
-            say(words)
+            say(
+                f"before the first step: validation perplexity {row[name]:,.3f}, the teacher's "
+                f"{row['teacher_perplexity']:,.3f}"
+            )
 
     def _step(self, step: int) -> dict[str, Any]:
         config, began = self.config, time.perf_counter()
