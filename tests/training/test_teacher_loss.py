@@ -299,7 +299,11 @@ def test_invalid_distillation_options_are_refused(
 
 
 def test_command_distils_and_refuses_extra_arguments(
-    distil: Any, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    distil: Any,
+    teacher: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
     out = tmp_path / "run"

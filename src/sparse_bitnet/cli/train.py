@@ -6,6 +6,8 @@ import math
 import os
 import re
 import sys
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -75,10 +77,15 @@ class DistillOptions(Options):
 
     format: str = "auto"
     """Weight format and N:M pattern, for example ternary-6:8,quantizer=per-group:size=64. auto: ternary
-    6:8 with such scales, in a rotated basis (activation=int8-hadamard), blended in (schedule=lambda)."""
+    6:8 with such scales, in a rotated basis (activation=int8-hadamard; not with --lora), blended in
+    (schedule=lambda)."""
 
     model: Annotated[str, HIDDEN] = TrainConfig.model
     initial_weights: Annotated[Literal["normal", "uniform"], HIDDEN] = "normal"
+
+    def __post_init__(self) -> None:
+        self.init = self.init or self.teacher
+        super().__post_init__()
 
 
 def main(arguments: list[str], kind: type[Options] = Options) -> None:
@@ -90,25 +97,27 @@ def main(arguments: list[str], kind: type[Options] = Options) -> None:
     if recipe is None and os.path.isfile(out / "config.json"):  # False where it may not be read
         stored = dataclasses.replace(read_config(out), out=chosen.out)
         chosen = parse(rest, stored, f"that of {out}", kind)
-    if kind is DistillOptions:
-        chosen.init = chosen.init or chosen.teacher
     if chosen.format == "auto":
-        chosen.format = student_format(chosen.init) if chosen.init else TrainConfig.format
+        chosen.format = student_format(chosen) if chosen.init else TrainConfig.format
     check_effect(chosen, rest)
     run(chosen)
 
 
-def student_format(model: str) -> str:
+def student_format(chosen: Options) -> str:
     """Return the format that cost least in `benchmarks/real_model.py`, fitted to a model: groups of 64
-    weights and blocks of 64 inputs, or as many as divide the inputs of all its linear layers."""
-    from sparse_bitnet.checkpoint.checkpoint import linear_shapes
+    weights and blocks of 64 inputs, or as many as divide the inputs of all converted layers."""
     from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+    from sparse_bitnet.nn.convert import convert_, sparse_layers
 
-    shared = math.gcd(*(width for _, width in linear_shapes(find_checkpoint(model).model).values()))
-    size = min(64, shared & -shared) or 64
+    plain = chosen.with_dense_layers(TrainConfig.format)
+    with warnings.catch_warnings(action="ignore"):  # training converts again
+        layers = sparse_layers(convert_(find_checkpoint(str(chosen.init)).model, plain))
+    shared = math.gcd(*(layer.in_features for layer in layers.values()))
+    size = min(64, shared & -shared)
     scales = f"per-group:size={size}" if size >= 32 else "per-channel"
-    text = f"quantizer={scales},activation=int8-hadamard:block={size},schedule=lambda"
-    return str(SparseBitConfig.parse(f"{TrainConfig.format},{text}"))
+    basis = "" if chosen.lora else f"activation=int8-hadamard:block={size},"
+    text = f"{TrainConfig.format},quantizer={scales},{basis}schedule=lambda"
+    return str(SparseBitConfig.parse(text))
 
 
 def distill(arguments: list[str]) -> None:

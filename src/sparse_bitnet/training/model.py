@@ -14,7 +14,7 @@ import torch
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
 from sparse_bitnet.data.chat import end_of_turn_tokens
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.errors import UserError, install
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_integer_forward_, sparse_layers
 from sparse_bitnet.training.config import TrainConfig
@@ -93,21 +93,12 @@ def add_adapters_(model: "PreTrainedModel", rank: int) -> Any:
     """Freeze a model and add an adapter of this rank to each `SparseBitLinear` (Hu et al., "LoRA", ICLR
     2022; alpha is twice the rank).
 
-    Returns peft's wrapper, for `merged`; the model itself has the adapters. Raises `UserError` if peft
-    is not installed, and for layers that transform their inputs, which adapters get as they are.
+    Returns peft's wrapper, for `merged`; the model itself has the adapters.
     """
-    layers = sparse_layers(model)
-    for layer in layers.values():
-        if layer.inputs.variant.has("transform"):
-            raise UserError(f"lora needs activation=int8, not {layer.config.activation}")
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UserError(
-            f"lora needs peft, which is not installed: {install('fine-tuning')}"
-        ) from None
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(layers))
-    return get_peft_model(model, config)
+    from peft import LoraConfig, get_peft_model
+
+    names = list(sparse_layers(model))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
 
 
 @torch.no_grad()

@@ -119,6 +119,10 @@ def _take_folder(
         return data, finished
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"--tensorboard: the package is not installed: {install('tensorboard')}")
+    if config.lora and format.variant("activation").has("transform"):  # adapters get plain inputs
+        raise UserError(f"lora needs activation=int8, not {format.activation}")
+    if config.lora and importlib.util.find_spec("peft") is None:
+        raise UserError(f"lora needs peft, which is not installed: {install('fine-tuning')}")
     for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
         stored = find_checkpoint(name)
         if not text.check_tokenizer(stored.folder, name):
