@@ -4,6 +4,8 @@
 import dataclasses
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from small_runs import losses
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from factories import tiny_model
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import fingerprint
-from sparse_bitnet.cli.train import distill
+from sparse_bitnet.cli.main import main
+from sparse_bitnet.cli.train import distill, next_commands
 from sparse_bitnet.data.loader import TokenLoader
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -323,3 +328,44 @@ def test_command_distils_and_refuses_extra_arguments(
         distill([str(teacher), str(out), "more"])
     with pytest.raises(UserError, match="--teacher is not an option"):
         distill([str(teacher), str(out), "--teacher", "other"])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(trainer_module, "start_from_teacher_", None)
+    with pytest.raises(UserError, match="lora needs peft"):
+        distill([str(teacher), f"{out}-lora", "--data", distil().data, "--lora", "2"])
+
+
+def test_a_teacher_with_transposed_layers_is_known_to_be_unpackable_at_the_start(
+    distil: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_inner": 96, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, n_positions=64)).save_pretrained(tmp_path / "gpt2")
+    options = "--steps 1 --batch-size 2 --sequence-length 16 --threads 1 --validation-tokens 64"
+    out = tmp_path / "run"
+    distill([str(tmp_path / "gpt2"), str(out), "--data", distil().data, *options.split()])
+    assert "activation=int8-hadamard:block=32" in read_config(out).format
+    shown, said = capsys.readouterr()
+    assert said.index("c_attn of") < said.index("before the first step")
+    assert shown.endswith(f"next:\n  sparse-bitnet generate {out} --prompt TEXT\n")
+
+
+@pytest.mark.parametrize(
+    ("format", "verbs"),
+    [
+        ("full-6:8", ["generate", "export"]),
+        ("ternary-6:8", ["pack", "generate", "export"]),
+        ("ternary-6:8,quantizer=per-group:size=32", ["pack", "generate", "export"]),
+        ("ternary-6:8,quantizer=per-group:size=16", ["generate", "export"]),
+        ("ternary-6:8,activation=int4-hadamard", ["pack", "generate"]),
+    ],
+)
+def test_the_commands_that_are_printed_run(
+    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, verbs: list[str]
+) -> None:
+    model = convert_(tiny_model("llama", vocab_size=VOCAB, intermediate_size=128), format)
+    tokenizer = load_tokenizer(Path(distil().data) / "tokenizer")
+    save_pretrained(model, tmp_path / "the run", tokenizer)
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(command) for command in next_commands(str(tmp_path / "the run"))]
+    assert [command[0] for command in commands] == verbs
+    for command in commands:
+        main([*command, *(["--max-tokens", "1"] if command[0] == "generate" else [])])

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 import sys
 import warnings
 from contextlib import suppress
@@ -242,18 +243,36 @@ def print_comparison(perplexity: float, config: TrainConfig) -> None:
     from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
 
     first = read_rows(Path(config.out) / METRICS_FILE)[0]
-    perplexities = {
-        "teacher's perplexity": first.get("teacher_perplexity"),
-        "student's before training": first["validation_perplexity"],
-        "student's now": perplexity,
-    }
-    for name, value in perplexities.items():
-        if value is not None:
-            print(f"{name:<26}{value:>14,.2f}")
-    print(f"next:\n  sparse-bitnet pack {config.out} PACKED")
-    print("  sparse-bitnet generate PACKED --prompt TEXT")
-    activation = format_of(config).variant("activation")
-    if activation.folds or not activation.has("transform"):
-        gguf = "gguf-q2_0" if "per-group" in config.format else "gguf-tq2_0"  # has no small groups
-        target = "dense" if activation.folds else gguf
-        print(f"  sparse-bitnet export {config.out} EXPORTED --to {target}")
+    teacher, before = first.get("teacher_perplexity", math.nan), first["validation_perplexity"]
+    print(
+        f"perplexity: teacher {teacher:,.2f}, before training {before:,.2f}, now {perplexity:,.2f}"
+    )
+    print("next:", *next_commands(config.out), sep="\n  sparse-bitnet ")
+
+
+def next_commands(run: str) -> list[str]:
+    """Return the commands that run, pack and export a finished run, of those that support its model."""
+    from gguf import GGUFWriter
+
+    from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+    from sparse_bitnet.export.gguf_export import gguf_tensors
+    from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
+    from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES
+
+    source, quoted, target = open_checkpoint(run), shlex.quote(run), "dense"
+    commands = [f"generate {quoted} --prompt TEXT"]
+    if source.not_linear:
+        return commands
+    with suppress(UserError):
+        if source.format.weight == "ternary":
+            source.ternary(next(iter(source.layers)))  # has scales that a packed folder can hold
+            commands = [f"pack {quoted} PACKED", "generate PACKED --prompt TEXT"]
+    if source.format.variant("activation").has("transform"):
+        return commands
+    with suppress(UserError):
+        if not source.rotation:
+            block = BLOCK_TYPES["Q2_0" if "per-group" in source.format.quantizer else "TQ2_0"]
+            gguf_tensors(source, block, "auto")
+            add_vocabulary(GGUFWriter("", ""), source.folder, source.config["vocab_size"])
+            target = f"gguf-{block.name.lower()}"
+    return [*commands, f"export {quoted} EXPORTED --to {target}"]

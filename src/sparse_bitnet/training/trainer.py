@@ -31,7 +31,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.convert import set_phase_, sparse_layers
+from sparse_bitnet.nn.convert import is_fused_experts, is_linear, set_phase_, sparse_layers
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training import distributed, metrics, schedule
 from sparse_bitnet.training.config import TrainConfig
@@ -127,10 +127,20 @@ def _take_folder(
         stored = find_checkpoint(name)
         if not text.check_tokenizer(stored.folder, name):
             say(f"{name} has no tokenizer: assuming that it is the tokenizer of {config.data}")
-        if name == config.init and stored.kind == "trained":
+        if name != config.init:
+            continue
+        if stored.kind == "trained":
             before = SparseBitConfig.from_dict(stored.entry["format"])
             if before != format:
                 say(f"{name} is {before}: the run converts it to {config.format} (--format)")
+        for layer, module in stored.model.named_modules():
+            is_other = is_linear(module) and not isinstance(module, torch.nn.Linear)
+            if (is_other or is_fused_experts(module)) and not format.keeps_dense(layer):
+                say(
+                    f"{layer} of {name} is transposed, or a stack of experts: `generate` will run the "
+                    "trained model through transformers, `pack` and `export` will not support it"
+                )
+                break
     held.enter_context(run_lock(run))
     clean_run(run)
     return data, None
