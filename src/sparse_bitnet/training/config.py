@@ -157,7 +157,8 @@ class TrainConfig:
     """Device to train on. auto: CUDA if available, else the CPU."""
 
     validation_every: int = 0
-    """Steps between validations; 0: only at the end."""
+    """Steps between validations. One at the end and, with a teacher, one before the first step are always
+    there; 0: only these. After each, a pretrained model prints a sample of its text, in one process."""
 
     validation_tokens: int = 131072
     """Maximum number of validation tokens to score; 0: all."""
