@@ -6,11 +6,6 @@ from collections.abc import Callable
 from sparse_bitnet.training.config import TrainConfig
 
 
-def default() -> TrainConfig:
-    """Return a config that trains well from a million to a few hundred million parameters."""
-    return TrainConfig()
-
-
 def paper() -> TrainConfig:
     """Return the paper's appendix to the letter: Qwen2.5-0.5B, 6:8, about 50 B tokens.
 
@@ -54,7 +49,7 @@ def distill() -> TrainConfig:
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    "default": default,
+    "default": TrainConfig,
     "distill": distill,
     "paper": paper,
     "paper-tuned": paper_tuned,
