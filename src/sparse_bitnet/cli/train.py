@@ -184,12 +184,20 @@ def run(chosen: Options) -> None:
     if config.init is None:
         find_preset(config.model)
     if chosen.chat is not None:
-        prepare_chat(chosen.chat, config)
+        if config.init is None:
+            raise UserError("--chat trains a pretrained model: name it with --init")
+        if "RANK" in os.environ:
+            raise UserError("--chat does not work under torchrun: run `prepare --chat` first")
+        from sparse_bitnet.data.preparation import prepare
+        from sparse_bitnet.data.sources import parse_source
+
+        source = parse_source(chosen.chat, chat=True)
+        prepare(source, config.data, tokenizer=config.init, chat=True)  # again is harmless
     from rich.console import Console
 
     from sparse_bitnet.progress import Progress
     from sparse_bitnet.training.distributed import EXIT_CODE, ErrorElsewhere, ProcessLost
-    from sparse_bitnet.training.metrics import describe
+    from sparse_bitnet.training.metrics import METRICS_FILE, describe, read_rows
     from sparse_bitnet.training.trainer import Interrupted, train
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -223,43 +231,19 @@ def run(chosen: Options) -> None:
             f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
         )
         if config.teacher is not None:
-            print_comparison(result.validation_perplexity, config)
-
-
-def prepare_chat(source: str, config: TrainConfig) -> None:
-    """Prepare conversations into the folder of the data; again is harmless."""
-    if config.init is None:
-        raise UserError("--chat trains a pretrained model: name it with --init")
-    if "RANK" in os.environ:
-        raise UserError("--chat does not work under torchrun: run `prepare --chat` first")
-    from sparse_bitnet.data.preparation import prepare
-    from sparse_bitnet.data.sources import parse_source
-
-    prepare(parse_source(source, chat=True), config.data, tokenizer=config.init, chat=True)
-
-
-def print_comparison(perplexity: float, config: TrainConfig) -> None:
-    """Print a student's `perplexity` beside that at its start and its teacher's, and what to do next."""
-    from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
-
-    first = read_rows(Path(config.out) / METRICS_FILE)[0]
-    teacher, before = first.get("teacher_perplexity", math.nan), first["validation_perplexity"]
-    print(
-        f"perplexity: teacher {teacher:,.2f}, before training {before:,.2f}, now {perplexity:,.2f}"
-    )
-    print("next:", *next_commands(config.out), sep="\n  sparse-bitnet ")
+            first = read_rows(Path(config.out) / METRICS_FILE)[0]
+            print(
+                f"perplexity: teacher {first.get('teacher_perplexity', math.nan):,.2f}, before training "
+                f"{first['validation_perplexity']:,.2f}, now {result.validation_perplexity:,.2f}"
+            )
+            print("next:", *next_commands(config.out), sep="\n  sparse-bitnet ")
 
 
 def next_commands(run: str) -> list[str]:
     """Return the commands that run, pack and export a finished run, of those that support its model."""
-    from gguf import GGUFWriter
-
     from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
-    from sparse_bitnet.export.gguf_export import gguf_tensors
-    from sparse_bitnet.export.gguf_vocabulary import add_vocabulary
-    from sparse_bitnet.packing.gguf_blocks import BLOCK_TYPES
 
-    source, quoted, target = open_checkpoint(run), shlex.quote(run), "dense"
+    source, quoted = open_checkpoint(run), shlex.quote(run)
     commands = [f"generate {quoted} --prompt TEXT"]
     if source.not_linear:
         return commands
@@ -267,12 +251,6 @@ def next_commands(run: str) -> list[str]:
         if source.format.weight == "ternary":
             source.ternary(next(iter(source.layers)))  # has scales that a packed folder can hold
             commands = [f"pack {quoted} PACKED", "generate PACKED --prompt TEXT"]
-    if source.format.variant("activation").has("transform"):
-        return commands
-    with suppress(UserError):
-        if not source.rotation:
-            block = BLOCK_TYPES["Q2_0" if "per-group" in source.format.quantizer else "TQ2_0"]
-            gguf_tensors(source, block, "auto")
-            add_vocabulary(GGUFWriter("", ""), source.folder, source.config["vocab_size"])
-            target = f"gguf-{block.name.lower()}"
-    return [*commands, f"export {quoted} EXPORTED --to {target}"]
+    if not source.format.variant("activation").has("transform"):
+        commands.append(f"export {quoted} EXPORTED --to dense")
+    return commands
