@@ -4,9 +4,8 @@
     model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())
     Trainer(model=model, callbacks=[SparseBitCallback()], ...).train()
 
-A converted model whose score neither adds a gradient nor sees inputs trains to the same weights without
-the callback. But then every forward, recomputed ones included, selects again, nothing is logged, and the
-format's schedule is not applied.
+Without it, every forward, recomputed ones included, selects again, nothing is logged, and neither the
+format's schedule nor a score's gradient and view of the inputs is applied.
 """
 
 from contextlib import ExitStack

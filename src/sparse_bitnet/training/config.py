@@ -157,8 +157,7 @@ class TrainConfig:
     """Device to train on. auto: CUDA if available, else the CPU."""
 
     validation_every: int = 0
-    """Steps between validations. One at the end and, with a teacher, one before the first step are always
-    there; 0: only these. After each, a pretrained model prints a sample of its text, in one process."""
+    """Steps between validations; 0: only at the end and, with a teacher, before the first step."""
 
     validation_tokens: int = 131072
     """Maximum number of validation tokens to score; 0: all."""
@@ -182,11 +181,6 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens of an optimiser step, over all micro-batches and processes."""
         return self.batch_size * self.sequence_length
-
-    @property
-    def first_sparse_step(self) -> int:
-        """First step (from 1) that uses the mask; steps + 1 when none does."""
-        return self.steps - round(self.steps * self.sparse_fraction) + 1
 
     def to_json(self) -> str:
         """Return the config as JSON text, which `read_config` reads."""

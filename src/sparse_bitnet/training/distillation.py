@@ -91,8 +91,7 @@ class LogitCache:
     ) -> None:
         """Open the folder; nothing is written before `fill`. `fingerprint`: the teacher's fingerprint.
 
-        Raises `UserError` when the folder holds another cache, or other files, or cannot be written, and
-        when its disk is too small.
+        Raises `UserError` for another cache, other files, no permission, and a disk that is too small.
         """
         assert config.teacher is not None
         assert config.logit_cache is not None
@@ -258,10 +257,10 @@ class DistillationLoss(SummedLoss):
         self,
         model: "PreTrainedModel",
         config: TrainConfig,
-        teacher: Teacher | LogitCache,
+        teacher: Teacher | LogitCache | None,
         compiled: bool = False,
     ) -> None:
-        """`teacher`: with a cache, its top logits come with every batch."""
+        """`teacher`: with a cache, its top logits come with every batch; None: `SummedLoss`."""
         super().__init__(model, config.loss_chunk_tokens, compiled)
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
@@ -269,6 +268,7 @@ class DistillationLoss(SummedLoss):
     def of_teacher(self, dtype: torch.dtype, device: torch.device) -> SummedLoss:
         """Return the teacher's own loss; a teacher whose logits are cached is loaded."""
         (teacher,) = self._teacher
+        assert teacher is not None
         if isinstance(teacher, LogitCache):
             teacher = Teacher(teacher.teacher, dtype, device, teacher.vocab_size)
         return SummedLoss(teacher.model, self.chunk_tokens)
@@ -291,9 +291,9 @@ class DistillationLoss(SummedLoss):
         top: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`top`: token ids and logits of the teacher, [batch, sequence, k], when it is a cache."""
-        if not self.model.training:
-            return super().forward(input_ids, labels, position_ids)
         config, (teacher,) = self.config, self._teacher
+        if teacher is None or not self.model.training:
+            return super().forward(input_ids, labels, position_ids)
         logits_of: Callable[[slice], Tensor]
         if isinstance(teacher, Teacher):
             states = teacher.hidden(input_ids, position_ids)

@@ -7,9 +7,6 @@ checkpoints hold all it takes to resume as if never stopped, with any other numb
                       "rng/cpu", "rng/cuda"; every process writes its rows
     model/            config.json, tokenizer.json, ...: the files of a model folder beside its weights
     train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
-
-The folder of a checkpoint gets its name from the first process when every file is on the disk; only then
-are older checkpoints dropped.
 """
 
 import os
@@ -100,10 +97,7 @@ def check_run(run: Path, config: TrainConfig) -> None:
 
 
 def finished_result(run: Path, data: dict[str, Any]) -> RunResult | None:
-    """Return the result of a finished run, else None. `data` is as in `RunResult`.
-
-    Raises `UserError` when the run is one of other data.
-    """
+    """Return the result of a finished run, else None. Raises `UserError` if its `data` are others."""
     if not (path := run / RESULT).is_file():
         return None
     try:

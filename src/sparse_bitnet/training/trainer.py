@@ -102,8 +102,8 @@ def train(
         data, finished = world.on_main(lambda: _take_folder(config, text, held_out, held))
         if finished is not None:
             return finished
-        run = Trainer(config, text, held_out, data, world, on_step, on_sample, progress)
-        return run.run_to_end()
+        trainer = Trainer(config, text, held_out, data, world, on_step, on_sample, progress)
+        return trainer.run_to_end()
 
 
 def _take_folder(
@@ -209,10 +209,7 @@ class Trainer:
                 if isinstance(teacher, Teacher):
                     compile_decoder_(teacher.model, config, self.device, world.size)
             files = model_files(self.model, Path(config.data) / "tokenizer")
-            if teacher is None:
-                self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
-            else:
-                self.loss = DistillationLoss(self.model, config, teacher, compiled)
+            self.loss = DistillationLoss(self.model, config, teacher, compiled)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
@@ -257,7 +254,7 @@ class Trainer:
         """Run the remaining steps. Raises `Interrupted` and `UserError` as `train` does."""
         config, row = self.config, {}
         try:
-            if isinstance(self.loss, DistillationLoss) and self.start == 0:
+            if config.teacher and self.start == 0:
                 self._compare_with_teacher(self.loss.of_teacher(self.dtype, self.device))
             with stop_signals(self.stop.set):
                 for step in range(self.start + 1, config.steps + 1):
@@ -280,12 +277,11 @@ class Trainer:
     def _compare_with_teacher(self, teacher: SummedLoss) -> None:
         """Write and say the perplexities of the untrained student and its teacher."""
         row, name = self._validate(0), "validation_perplexity"
-        row["teacher_perplexity"] = self._validate(0, teacher)[name]
-        self._write(row)
+        own, theirs = row[name], self._validate(0, teacher)[name]
+        self._write(row | {"teacher_perplexity": theirs})
         if self.world.is_main:
             say(
-                f"before the first step: validation perplexity {row[name]:,.3f}, the teacher's "
-                f"{row['teacher_perplexity']:,.3f}"
+                f"before the first step: validation perplexity {own:,.3f}, the teacher's {theirs:,.3f}"
             )
 
     def _step(self, step: int) -> dict[str, Any]:
@@ -318,12 +314,12 @@ class Trainer:
             "loss": loss if self.loader.learnt(step - 1) else None,
             "learning_rate": rate,
             "gradient_norm": norm,
-            "sparse": kept == self.format.pattern.n and step >= config.first_sparse_step,
+            "sparse": kept == self.format.pattern.n,
             **metrics.selection_metrics(
                 self.layers, (figures[4 : 4 + count], figures[4 + count :]), bool(by_layer)
             ),
         }
-        if isinstance(self.loss, DistillationLoss):
+        if config.teacher:
             row |= self.loss.apart(loss, divergence)
         self._write(row)
         seconds = time.perf_counter() - began
