@@ -8,7 +8,7 @@ from torch import Tensor
 from factories import make_layer, tiny_model
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, set_integer_forward_
-from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
+from sparse_bitnet.nn.layer import SparseBitLinear
 from sparse_bitnet.ops.int8_linear import int8_linear, integer_product
 from sparse_bitnet.ops.quantize_int8 import quantize_int8
 
@@ -106,9 +106,11 @@ def test_int8_activations_are_what_is_saved() -> None:
     assert [tensor.dtype for tensor in activations] == [torch.int8]
 
 
-@pytest.mark.parametrize("text", ["full-6:8", "ternary-6:8,activation=none"])
-def test_layers_without_int8_operands_refuse(text: str) -> None:
-    model = convert_(tiny_model(), SparseBitConfig.parse(text))
+@pytest.mark.parametrize(
+    "part", ["activation=none", "quantizer=per-channel", "schedule=lambda", ""]
+)
+def test_layers_without_int8_operands_refuse(part: str) -> None:
+    model = convert_(tiny_model(), f"ternary-6:8,{part}" if part else "full-6:8")
     with pytest.raises(
         UserError, match=r"layer model\.layers\.0\.self_attn\.q_proj: --forward int8 needs"
     ):

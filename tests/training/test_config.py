@@ -71,12 +71,6 @@ def test_difference_ignores_where_and_how_often(tmp_path):
     assert taught.difference(caches[0]) == {"logit_cache": (None, "a")}, "its highest logits alone"
 
 
-def test_first_sparse_step_follows_the_fraction():
-    assert TrainConfig(steps=100).first_sparse_step == 1
-    assert TrainConfig(steps=100, sparse_fraction=0.25).first_sparse_step == 76
-    assert TrainConfig(steps=100, sparse_fraction=0.0).first_sparse_step == 101
-
-
 def test_the_paper_recipe_is_the_papers_table():
     config = RECIPES["paper"]()
     assert (config.beta1, config.beta2, config.epsilon) == (0.9, 0.95, 1e-5)

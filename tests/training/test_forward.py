@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 from small_runs import losses
 
-from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.trainer import train
 
 
@@ -25,11 +24,3 @@ def test_loss_curves_of_both_forwards_agree(small_run, tmp_path):
         )
         assert len(fake) == 20
         assert integer == pytest.approx(fake, abs=tolerance)
-
-
-def test_formats_without_int8_operands_are_refused(small_run):
-    with pytest.raises(UserError, match="--forward int8 needs ternary weights"):
-        train(small_run(format="full-6:8", forward="int8"))
-    for option in ("quantizer=per-channel", "quantizer=per-group:size=16", "schedule=lambda"):
-        with pytest.raises(UserError, match="activations and no blending"):
-            train(small_run(format=f"ternary-6:8,{option}", forward="int8"))

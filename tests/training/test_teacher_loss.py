@@ -101,11 +101,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_run_with_a_teacher_learns(
-    distil: Any,
-    tmp_path: Path,
-    family: str,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    distil: Any, tmp_path: Path, family: str, capsys: pytest.CaptureFixture
 ) -> None:
     tiny_model(family, vocab_size=VOCAB).save_pretrained(folder := str(tmp_path / "model"))
     values = {"teacher": folder, "init": folder, "temperature": 2.0, "learning_rate": 3e-4}
@@ -135,14 +131,6 @@ def test_a_run_with_a_teacher_learns(
     tiny_model(family, seed=1, vocab_size=VOCAB).save_pretrained(folder)
     with pytest.raises(UserError, match="holds a run with another teacher; use it or choose"):
         train(config)
-    (Path(config.out) / "result.json").unlink()
-    with pytest.raises(
-        UserError, match="written with another teacher; use that one or a new folder"
-    ):
-        train(config)
-    monkeypatch.setattr(trainer_module, "fingerprint", None)
-    with pytest.raises(UserError, match=r"another config \(temperature 2.0 -> 1.0\)"):
-        train(dataclasses.replace(config, temperature=1.0))
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
@@ -322,16 +310,15 @@ def test_command_distils_and_refuses_extra_arguments(
     assert (stored.teacher, stored.init, stored.learning_rate) == (str(teacher), str(teacher), 2e-3)
     assert "activation=int8-hadamard:block=32,quantizer=per-group:size=32" in stored.format
     distill([str(teacher), str(out), "--data", distil().data])
-    with pytest.raises(UserError, match="OUT is missing"):
-        distill([str(teacher), "--steps", "1"])
-    with pytest.raises(UserError, match="unexpected argument more"):
-        distill([str(teacher), str(out), "more"])
     with pytest.raises(UserError, match="--teacher is not an option"):
         distill([str(teacher), str(out), "--teacher", "other"])
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr(trainer_module, "start_from_teacher_", None)
     with pytest.raises(UserError, match="lora needs peft"):
         distill([str(teacher), f"{out}-lora", "--data", distil().data, "--lora", "2"])
+    monkeypatch.setattr(trainer_module, "fingerprint", None)
+    with pytest.raises(UserError, match=r"another config \(temperature 1.0 -> 2.0\)"):
+        distill([str(teacher), str(out), "--temperature", "2"])
 
 
 def test_a_teacher_with_transposed_layers_is_known_to_be_unpackable_at_the_start(
@@ -351,21 +338,19 @@ def test_a_teacher_with_transposed_layers_is_known_to_be_unpackable_at_the_start
 @pytest.mark.parametrize(
     ("format", "verbs"),
     [
-        ("full-6:8", ["generate", "export"]),
-        ("ternary-6:8", ["pack", "generate", "export"]),
-        ("ternary-6:8,quantizer=per-group:size=32", ["pack", "generate", "export"]),
-        ("ternary-6:8,quantizer=per-group:size=16", ["generate", "export"]),
-        ("ternary-6:8,activation=int4-hadamard", ["pack", "generate"]),
+        ("full-6:8", "generate export"),
+        ("ternary-6:8", "pack generate export"),
+        ("ternary-6:8,quantizer=per-group:size=16", "generate export"),
+        ("ternary-6:8,activation=int4-hadamard", "pack generate"),
     ],
 )
 def test_the_commands_that_are_printed_run(
-    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, verbs: list[str]
+    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, verbs: str
 ) -> None:
-    model = convert_(tiny_model("llama", vocab_size=VOCAB, intermediate_size=128), format)
+    model = convert_(tiny_model("llama", vocab_size=VOCAB), format)
     tokenizer = load_tokenizer(Path(distil().data) / "tokenizer")
-    save_pretrained(model, tmp_path / "the run", tokenizer)
+    save_pretrained(model, run := tmp_path / "the run", tokenizer)
     monkeypatch.chdir(tmp_path)
-    commands = [shlex.split(command) for command in next_commands(str(tmp_path / "the run"))]
-    assert [command[0] for command in commands] == verbs
-    for command in commands:
-        main([*command, *(["--max-tokens", "1"] if command[0] == "generate" else [])])
+    for verb, command in zip(verbs.split(), next_commands(str(run)), strict=True):
+        assert command.startswith(verb)
+        main([*shlex.split(command), *(["-n", "1"] if verb == "generate" else [])])

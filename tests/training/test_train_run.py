@@ -18,7 +18,6 @@ from sparse_bitnet.training import loss as loss_module
 from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.metrics import read_rows
-from sparse_bitnet.training.run_folder import run_lock
 from sparse_bitnet.training.trainer import Trainer, train
 
 
@@ -106,11 +105,6 @@ def test_dense_to_sparse_switches_the_mask_on(small_run):
     assert steps[4]["flip_rate"] == 0.25, "a mask of ones becomes one of three quarters"
 
 
-def test_another_schedule_and_ablation_train(small_run):
-    config = small_run(schedule="wsd", format="ternary-2:4,mask_gradient=masked")
-    assert train(config).steps == 6
-
-
 def test_the_published_recipe_is_a_matter_of_options(small_run, monkeypatch):
     made = []
     monkeypatch.setattr(
@@ -170,13 +164,6 @@ def test_a_lost_last_row_is_one_line(small_run):
         train(config)
 
 
-def test_a_run_of_another_config_is_refused(small_run):
-    config = small_run(steps=2)
-    train(config)
-    with pytest.raises(UserError, match=r"another config \(learning_rate 0.003 -> 0.1\)"):
-        train(dataclasses.replace(config, learning_rate=0.1))
-
-
 def test_a_folder_that_is_not_a_run_is_refused(small_run, tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("x")
@@ -191,15 +178,6 @@ def test_too_little_validation_text_is_refused_at_the_start(small_run):
     with pytest.raises(UserError, match=rf"its {validation:,} validation tokens are fewer than"):
         train(dataclasses.replace(config, sequence_length=validation))
     assert not Path(config.out).exists()
-
-
-def test_a_folder_in_use_is_refused(small_run):
-    config = small_run(steps=1)
-    run = Path(config.out)
-    run.mkdir()
-    (run / "config.json").write_text(config.to_json())
-    with run_lock(run), pytest.raises(UserError, match="in use by another"):
-        train(config)
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_run, monkeypatch):
