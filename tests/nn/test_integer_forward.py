@@ -106,11 +106,9 @@ def test_int8_activations_are_what_is_saved() -> None:
     assert [tensor.dtype for tensor in activations] == [torch.int8]
 
 
-@pytest.mark.parametrize(
-    "part", ["activation=none", "quantizer=per-channel", "schedule=lambda", ""]
-)
-def test_layers_without_int8_operands_refuse(part: str) -> None:
-    model = convert_(tiny_model(), f"ternary-6:8,{part}" if part else "full-6:8")
+@pytest.mark.parametrize("end", ["activation=none", "quantizer=per-channel", "schedule=lambda", ""])
+def test_layers_without_int8_operands_refuse(end: str) -> None:
+    model = convert_(tiny_model(), f"ternary-6:8,{end}" if end else "full-6:8")
     with pytest.raises(
         UserError, match=r"layer model\.layers\.0\.self_attn\.q_proj: --forward int8 needs"
     ):

@@ -49,6 +49,7 @@ def test_unknown_and_missing_keys_are_named(tmp_path, old, new, reason):
         ("data", None),
         ("lora", 8),
         ("ce_weight", 0.3),
+        ("logit_cache", "c"),
         ("top_logits", 8),
     ],
 )

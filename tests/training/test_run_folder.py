@@ -132,11 +132,12 @@ def test_a_finished_run_on_other_text_is_refused(small_run, tmp_path):
     assert train(dataclasses.replace(config, data=small_run().data)) == first, "as it was"
 
 
-def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run):
-    config = small_run(steps=1)
+def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run, tmp_path, capsys):
+    config = small_run(steps=1, out=str(tmp_path / f"{'long' * 30}[bold]"))
     main(["train", *options(config), "--dense-layers", "down_proj,layers.0.*"])
     stored = json.loads((Path(config.out) / "config.json").read_text())
     assert stored["format"] == "ternary-6:8,dense_layers=down_proj+layers.0.*"
+    assert f"model: {config.out}/final   curves" in capsys.readouterr().out, "as given"
     main(["train", "--out", config.out])
 
 
@@ -184,9 +185,3 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot lock .*run: No locks available"):
         with locked_folder(tmp_path / "run", "in use"):
             pass
-
-
-def test_run_folder_is_printed_as_given(small_run, tmp_path, capsys):
-    config = small_run(steps=1, out=str(tmp_path / f"{'long' * 30}[bold]"))
-    main(["train", *options(config)])
-    assert f"model: {config.out}/final   curves" in capsys.readouterr().out
