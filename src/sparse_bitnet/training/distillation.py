@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ class LogitCache:
         used = min(loader.windows, config.steps * loader.batch_size)
         self.parts = -(-used // self.per_part)
         self.windows = min(loader.windows, self.parts * self.per_part)
-        self.identity = {
+        self.identity: dict[str, Any] = {
             "version": VERSION,
             "teacher": fingerprint,
             "data": loader.dataset.identity(),
