@@ -191,8 +191,7 @@ def run(chosen: Options) -> None:
         from sparse_bitnet.data.preparation import prepare
         from sparse_bitnet.data.sources import parse_source
 
-        source = parse_source(chosen.chat, chat=True)
-        prepare(source, config.data, tokenizer=config.init, chat=True)  # again is harmless
+        prepare(parse_source(chosen.chat, chat=True), config.data, tokenizer=config.init, chat=True)
     from rich.console import Console
 
     from sparse_bitnet.progress import Progress

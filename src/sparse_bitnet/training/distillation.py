@@ -274,8 +274,7 @@ class DistillationLoss(SummedLoss):
         return SummedLoss(teacher.model, self.chunk_tokens)
 
     def apart(self, loss: float, divergence: float) -> dict[str, float]:
-        """Return a step's KL(teacher || student), at the temperature, and cross-entropy, in nats a token,
-        where the loss has them."""
+        """Return a step's KL at the temperature and its cross-entropy, if any, in nats a token."""
         config = self.config
         soft = config.logits_weight * config.temperature**2 * divergence
         shown = {"kl_divergence": divergence} if config.logits_weight else {}
