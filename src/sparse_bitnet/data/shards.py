@@ -24,7 +24,7 @@ from sparse_bitnet.data.manifest import (
     check_shards,
     token_dtype,
 )
-from sparse_bitnet.data.tokenizer import gives_same_tokens, tokenizer_hash
+from sparse_bitnet.data.tokenizer import tokenizer_hash
 from sparse_bitnet.errors import UserError, os_errors_as
 
 _VERIFIED_BYTES = 10_000_000_000
@@ -182,11 +182,7 @@ class TokenDataset:
         """
         theirs: str | None = None
         if has_tokenizer(folder):
-            model = load_tokenizer(folder, eos_token=self.eos_token_id)
-            theirs, data = tokenizer_hash(model), self.folder / TOKENIZER
-            if theirs != self.manifest.tokenizer_hash and has_tokenizer(data):
-                same = gives_same_tokens(model, load_tokenizer(data))
-                theirs = self.manifest.tokenizer_hash if same else theirs
+            theirs = tokenizer_hash(load_tokenizer(folder, eos_token=self.eos_token_id))
         elif folder.is_file():
             # A GGUF file describes the same tokenizer differently.
             tokens = load_tokenizer(self.folder / TOKENIZER).get_vocab().items()

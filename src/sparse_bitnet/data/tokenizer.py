@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 
 LARGEST_VOCABULARY = 1 << 24
-_BEFORE_MODEL = ("normalizer", "pre_tokenizer", "added_tokens")
-_OF_MODEL = ("type", "merges", "ignore_merges", "byte_fallback", "continuing_subword_prefix")
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -61,21 +59,6 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
     content["eos_token_id"] = tokenizer.eos_token_id
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
-
-
-def gives_same_tokens(own: "PreTrainedTokenizerFast", data: "PreTrainedTokenizerFast") -> bool:
-    """Whether a tokenizer makes the tokens of another, which may have fewer, although their hashes
-    differ: one that was read from GGUF has unused tokens, and other settings that change no token."""
-
-    def described(tokenizer: "PreTrainedTokenizerFast") -> tuple[Any, list[Any]]:
-        text = tokenizer.backend_tokenizer.to_str()
-        content = json.loads(text.replace('"trim_offsets":true', '"trim_offsets":false'))
-        model = content["model"]
-        settings = [model.get(name) or None for name in _OF_MODEL]
-        return dict(model["vocab"]).items(), settings + [content[name] for name in _BEFORE_MODEL]
-
-    (tokens, steps), (needed, same) = described(own), described(data)
-    return steps == same and needed <= tokens
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
