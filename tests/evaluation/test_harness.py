@@ -14,8 +14,12 @@ from sparse_bitnet.cli import evaluate
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.harness import accuracies, evaluate_tasks, load_tasks
-from sparse_bitnet.evaluation.task_data import write_task_files
+from sparse_bitnet.evaluation.harness import (
+    accuracies,
+    evaluate_tasks,
+    load_tasks,
+    write_task_files,
+)
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 

@@ -2,7 +2,9 @@
 """Zero-shot tasks through lm-eval, in this process: its tasks, its scores, its result format.
 
 lm-eval drives the model. Here the model is loaded once, its masks and codes are selected once, and
-lm-eval's errors become one line.
+lm-eval's errors become one line. The paper's five tasks also read data sets in a local folder, as stored
+by `hf download Rowan/hellaswag --repo-type dataset --local-dir FOLDER/hellaswag`, or one file
+FOLDER/TASK*.jsonl.
 """
 
 import json
@@ -10,16 +12,15 @@ import logging
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, install, reason_of
-from sparse_bitnet.evaluation.task_data import PAPER_TASKS, check_answers, write_task_files
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
@@ -27,6 +28,27 @@ from sparse_bitnet.training.device import resolve_device, resolve_dtype
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
+
+
+class _Task(NamedTuple):
+    yaml: str
+    """lm-eval's own file."""
+    name: str
+    """The data set's name on the hub."""
+    config: str = ""
+    split: str = "validation"
+    """Split with the questions."""
+
+
+_TASKS = {
+    "hellaswag": _Task("hellaswag/hellaswag.yaml", "Rowan/hellaswag"),
+    "arc_easy": _Task("arc/arc_easy.yaml", "allenai/ai2_arc", "ARC-Easy", "test"),
+    "piqa": _Task("piqa/piqa.yaml", "baber/piqa"),
+    "boolq": _Task("super_glue/boolq/default.yaml", "aps/super_glue", "boolq"),
+    "copa": _Task("super_glue/copa/default.yaml", "aps/super_glue", "copa"),
+}
+PAPER_TASKS = tuple(_TASKS)
+"""Table 1. BoolQ and COPA report acc alone, the others acc and acc_norm."""
 
 
 def evaluate_tasks(
@@ -134,8 +156,8 @@ def load_tasks(
     joined by commas; "paper" stands for the paper's five. A task in a group is scored only as part of
     the group.
 
-    `include_path` is a folder of data sets of the paper's five tasks (see `task_data`), or of your own
-    task files (.yaml), which replace lm-eval's of the same name; both work offline.
+    `include_path` is a folder of data sets of the paper's five tasks, or of your own task files (.yaml),
+    which replace lm-eval's of the same name; both work offline.
 
     Raises `UserError` if lm-eval is not installed, for an unknown task, data that cannot be loaded or
     has no answers, and a task that two groups hold.
@@ -173,7 +195,7 @@ def load_tasks(
             if logged:
                 raise UserError(f"task {name}: lm-eval: {logged[0]}")
             for part, task in parts["tasks"].items():
-                check_answers(part, task)
+                _check_answers(part, task)
                 if lacking := [each for each, mean in task.aggregation().items() if mean is None]:
                     raise UserError(f"task {part}: lm-eval has no such aggregation of {lacking[0]}")
             if name in parts["groups"]:
@@ -187,6 +209,63 @@ def load_tasks(
     except ValueError as error:
         raise UserError(f"--tasks: {error}; score one group at a time") from error
     return kept, manager
+
+
+def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
+    """Write a task file to `out` for each of `names` that has data.
+
+    Raises `UserError` if the data lacks the split with the questions.
+    """
+    import lm_eval.tasks
+
+    own = Path(lm_eval.tasks.__file__).parent
+    for name in set(names) & set(_TASKS):
+        task = _TASKS[name]
+        files = {task.split: sorted(data.glob(f"{name}*.jsonl"))}
+        others = ("train", "val", "dev") if task.split == "test" else ("train", "test")
+        for path in files[task.split]:
+            if any(word in path.name.lower() for word in others):
+                raise UserError(f"task {name}: {path} is of another split than {task.split}")
+        kind, folder = "json", data / task.name.rpartition("/")[2] / task.config
+        if not files[task.split] and folder.is_dir():
+            kind, splits = "parquet", ("train", task.split)
+            files = {split: sorted(folder.rglob(f"*{split}*.parquet")) for split in splits}
+            if not files[task.split]:
+                raise UserError(
+                    f"task {name}: {folder} has no .parquet file of its {task.split} split"
+                )
+        known = {split: [str(p.absolute()) for p in of] for split, of in files.items() if of}
+        if not known:
+            continue
+        config = {
+            "include": str(own / task.yaml),
+            "task": name,
+            "dataset_path": kind,
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": known},
+            "training_split": "train" if "train" in known else None,
+            "validation_split": None,
+            "test_split": None,
+            f"{task.split}_split": task.split,
+        }
+        # YAML can contain JSON, but not JSON's escapes of characters as surrogate pairs.
+        text = json.dumps(config, ensure_ascii=False)
+        (out / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def _check_answers(name: str, task: Any) -> None:
+    """Raise `UserError` if the loaded data of a task lacks questions or answers.
+
+    lm-eval uses the name of a missing column as the text, so that every choice would be wrong.
+    """
+    columns = getattr(task.eval_docs, "column_names", None)
+    for field in ("doc_to_text", "doc_to_target"):
+        column = getattr(task.config, field, None)
+        if columns and isinstance(column, str) and column.isidentifier() and column not in columns:
+            remedy = f"{field} names a column"
+            if name in _TASKS:
+                remedy = f"take it as it lies on the hub ({_TASKS[name].name})"
+            raise UserError(f"task {name}: its data has no {column}; {remedy}")
 
 
 @contextmanager
