@@ -204,10 +204,3 @@ def test_models_lists_the_published_shapes(told):
     assert done.code == 0, done.errors
     for word in ("qwen2.5-0.5b", "357,826,560", "1,310,195,712", "2,774,532,096"):
         assert word in done.output
-
-
-def test_models_lists_public_ones(capsys):
-    main(["models", "--known"])
-    printed = capsys.readouterr().out
-    for name in ("microsoft/bitnet-b1.58-2B-4T", "microsoft/BitNet-embedding", "BitCPM-CANN"):
-        assert name in printed

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet env`: what is installed, where it runs, which kernels are in use and why; `sparse-bitnet
-models`: the presets and their sizes, and public models that are read."""
+models`: the presets and their sizes."""
 
 import platform
 from importlib.util import find_spec
@@ -13,27 +13,6 @@ PACKAGES = (
     *("sparse-bitnet", "torch", "transformers", "tokenizers", "safetensors", "datasets"),
     *("accelerate", "numpy", "lm_eval", "triton"),
 )
-
-_KNOWN = """\
-microsoft/bitnet-b1.58-2B-4T|2.4 B|MIT|uint8 packed|exact
-microsoft/bitnet-b1.58-2B-4T-bf16|2.4 B|MIT|bfloat16 masters|quantised once
-microsoft/bitnet-b1.58-2B-4T-gguf|2.4 B|MIT|GGUF I2_S|exact
-tiiuae/Falcon-E-1B-*, -3B-*|1.8, 3.1 B|Falcon|uint8 packed, inverse scale|exact
-tiiuae/Falcon-E-*@bfloat16|1.8, 3.1 B|Falcon|floats, one scale|exact
-tiiuae/Falcon-E-*-GGUF|1.8, 3.1 B|Falcon|GGUF I2_S|exact
-tiiuae/Falcon3-*-1.58bit|1 to 10 B|Falcon|uint8 packed, inverse scale|exact
-HF1BitLLM/Llama3-8B-1.58-*|8 B|see the hub|uint8 packed|exact
-Ternary-Bonsai|1.7 to 8 B|Apache 2.0|GGUF Q2_0, MLX 2-bit, floats|exact
-Ternary-Bonsai-27B|27 B|Apache 2.0|GGUF Q2_0, MLX 2-bit (Qwen3.5)|exact
-Ternary-Bonsai-2|2 to 27 B|see the hub|GGUF PQ2_0, PTQ1_0, MLX 2-bit, rotated|exact, packed only
-1bitLLM/bitnet_b1_58-*|0.7 to 3 B|see the hub|float masters, norms before o, down|quantised once
-microsoft/BitNet-embedding-0.6B, -270M|0.6, 0.27 B|MIT|bfloat16 masters, norms in linears|quantised once
-microsoft/BitNet-embedding-*-GGUF|0.6, 0.27 B|MIT|GGUF I2_S, norms in linears|exact
-tencent/Hy-MT1.5-1.8B-1.25bit-GGUF|1.8 B|see the hub|GGUF STQ1_0|exact
-BitCPM-CANN|0.5 to 8 B|Apache 2.0|floats, scales of groups|weights; not MiniCPM4
-SpectraSuite/TriLM_*|0.1 to 3.9 B|see the hub|floats, scales of parts|exact
-"""
-"""Name, parameters, licence, layout, and how codes and scales are read."""
 
 
 @command("env")
@@ -78,28 +57,13 @@ def main() -> None:
 
 
 @command("models")
-def models(*, known: bool = False) -> None:
-    """List the model presets with their shapes and parameter counts.
-
-    Args:
-        known: List public ternary models that sparse-bitnet reads, instead of presets.
-    """
+def models() -> None:
+    """List the model presets with their shapes and parameter counts."""
     from rich.console import Console
     from rich.table import Table
 
     from sparse_bitnet.presets import PRESETS
 
-    if known:
-        caption = "Tested on files in each layout that our tests write, not on the released models."
-        public = Table(
-            title="Public ternary models", caption=caption, box=None, padding=(0, 1, 0, 0)
-        )
-        for column in ("model", "size", "licence", "layout", "weights read"):
-            public.add_column(column, no_wrap=column == "model")
-        for line in _KNOWN.splitlines():
-            public.add_row(*line.split("|"))
-        Console().print(public)
-        return
     # Without a frame it fits 80 columns, where names would else be cut.
     table = Table(title="Model presets (Qwen2.5 family)", box=None, padding=(0, 1, 0, 0))
     table.add_column("preset")

@@ -25,7 +25,7 @@ COMMANDS = {
     "reproduce": ("paper.reproduce", "run the paper's experiments at a chosen scale"),
     "report": ("paper.report", "write tables, figures and verdicts from `reproduce`'s results"),
     "analyze": ("paper.analyze", "write weight statistics and figures of checkpoints"),
-    "models": ("env.models", "list the model presets, or public ternary models"),
+    "models": ("env.models", "list the model presets and their sizes"),
     "env": ("env.main", "print versions, devices, and the kernels in use"),
 }
 """Each verb with its function in this package, which takes the words after the verb, and a summary."""
