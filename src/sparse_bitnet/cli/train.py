@@ -231,10 +231,13 @@ def run(chosen: Options) -> None:
         )
         if config.teacher is not None:
             first = read_rows(Path(config.out) / METRICS_FILE)[0]
-            print(
-                f"perplexity: teacher {first.get('teacher_perplexity', math.nan):,.2f}, before training "
-                f"{first['validation_perplexity']:,.2f}, now {result.validation_perplexity:,.2f}"
-            )
+            perplexities = {
+                "teacher's perplexity": first.get("teacher_perplexity", math.nan),
+                "student's before training": first["validation_perplexity"],
+                "student's now": result.validation_perplexity,
+            }
+            for name, value in perplexities.items():
+                print(f"{name:<26}{value:>14,.2f}")
             print("next:", *next_commands(config.out), sep="\n  sparse-bitnet ")
 
 

@@ -257,10 +257,10 @@ class DistillationLoss(SummedLoss):
         self,
         model: "PreTrainedModel",
         config: TrainConfig,
-        teacher: Teacher | LogitCache | None,
+        teacher: Teacher | LogitCache,
         compiled: bool = False,
     ) -> None:
-        """`teacher`: with a cache, its top logits come with every batch; None: `SummedLoss`."""
+        """`teacher`: with a cache, its top logits come with every batch."""
         super().__init__(model, config.loss_chunk_tokens, compiled)
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
@@ -268,7 +268,6 @@ class DistillationLoss(SummedLoss):
     def of_teacher(self, dtype: torch.dtype, device: torch.device) -> SummedLoss:
         """Return the teacher's own loss; a teacher whose logits are cached is loaded."""
         (teacher,) = self._teacher
-        assert teacher is not None
         if isinstance(teacher, LogitCache):
             teacher = Teacher(teacher.teacher, dtype, device, teacher.vocab_size)
         return SummedLoss(teacher.model, self.chunk_tokens)
@@ -291,7 +290,7 @@ class DistillationLoss(SummedLoss):
     ) -> Tensor:
         """`top`: token ids and logits of the teacher, [batch, sequence, k], when it is a cache."""
         config, (teacher,) = self.config, self._teacher
-        if teacher is None or not self.model.training:
+        if not self.model.training:
             return super().forward(input_ids, labels, position_ids)
         logits_of: Callable[[slice], Tensor]
         if isinstance(teacher, Teacher):

@@ -209,7 +209,9 @@ class Trainer:
                 if isinstance(teacher, Teacher):
                     compile_decoder_(teacher.model, config, self.device, world.size)
             files = model_files(self.model, Path(config.data) / "tokenizer")
-            self.loss = DistillationLoss(self.model, config, teacher, compiled)
+            self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
+            if teacher is not None:
+                self.loss = DistillationLoss(self.model, config, teacher, compiled)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
@@ -254,7 +256,7 @@ class Trainer:
         """Run the remaining steps. Raises `Interrupted` and `UserError` as `train` does."""
         config, row = self.config, {}
         try:
-            if config.teacher and self.start == 0:
+            if isinstance(self.loss, DistillationLoss) and self.start == 0:
                 self._compare_with_teacher(self.loss.of_teacher(self.dtype, self.device))
             with stop_signals(self.stop.set):
                 for step in range(self.start + 1, config.steps + 1):
@@ -319,7 +321,7 @@ class Trainer:
                 self.layers, (figures[4 : 4 + count], figures[4 + count :]), bool(by_layer)
             ),
         }
-        if config.teacher:
+        if isinstance(self.loss, DistillationLoss):
             row |= self.loss.apart(loss, divergence)
         self._write(row)
         seconds = time.perf_counter() - began
