@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of the engine and the server, from benchmarks/results/."""
 
-from recorded import NothingRecorded, Row, filled, markdown, read, threads_heads
+from recorded import Row, filled, markdown, read, threads_heads
 
 OURS = "sparse-bitnet"
 
@@ -66,18 +66,22 @@ def peers_bitnet() -> str:
     return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark")
 
 
-def bonsai() -> str:
+def bonsai(kind: str = "bonsai") -> str:
     columns = [("model", "{model}"), ("engine", "{engine}"), ("weight format", "{type}")]
     columns += [("prefill", "{prefill:.1f}"), ("decode", "{decode:.1f}"), ("bandwidth", "{share}")]
     columns += [("resident, MB", "{memory}")]
     rows: dict[tuple, Row] = {}
-    for row in (each for each in read("bonsai") if "phase" in each):
+    for row in (each for each in read(kind) if "phase" in each):
         alone = {"engine": f"{OURS}, alone", "type": row.get("weight_format")}
-        own = rows.setdefault((row["model"], row.get("engine")), alone | row)
+        own = rows.setdefault((row["model"], row.get("engine"), row.get("type")), alone | row)
         share, memory = row.get("memory_share"), row.get("resident_bytes")
         own |= {row["phase"]: row["tokens_per_second"], "share": f"{share:.0%}" if share else "-"}
         own["memory"] = f"{memory / 1e6:.0f}" if memory else "-"
     return filled(columns, [*rows.values()], "python benchmarks/peers.py --model M --type tq2_0")
+
+
+def bonsai_avx512() -> str:
+    return bonsai("bonsai-avx512")
 
 
 def patterns_decode() -> str:
@@ -158,8 +162,6 @@ def contexts() -> str:
     long = {
         tuple(r[k] for k in kinds) for r in rows if r["phase"] == "decode" and r["tokens"] > 2048
     }
-    if not long:
-        raise NothingRecorded("bench with long contexts")
     # The run with the long contexts is the last one of its kind.
     own = {
         (*(row[kind] for kind in kinds), row["phase"], row["tokens"]): row
@@ -200,9 +202,8 @@ def closeness() -> str:
     lines = []
     for name, error, above, perplexity in kinds:
         errors = (f"{row[f'{error}_{which}']:.1e}" for which in ("median", "largest"))
-        lines.append(
-            [name, f"{row['tokens']:,}", *errors, f"{row[above]:,}", f"{row[perplexity]:.4f}"]
-        )
+        line = [name, f"{row['tokens']:,}", *errors]
+        lines.append([*line, f"{row[above]:,}", f"{row[perplexity]:.4f}"])
     note = f"{row['model']}; greedy texts of 200 tokens that are identical: "
     note += f"{row['greedy_identical']} of {row['greedy_prompts']}; "
     return markdown(head, lines, row, "python benchmarks/precision.py PACKED TEXT", note)
