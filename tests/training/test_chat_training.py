@@ -289,7 +289,7 @@ def test_samples_are_greedy_answers_and_change_nothing_of_the_run(
     train(alone := chat_run(steps=4, validation_every=2, format=f"ternary-6:8{tables}"))
     samples: list[tuple[int, str]] = []
     shown = replace(alone, out=alone.out + "-shown")
-    train(shown, on_sample=lambda step, text: samples.append((step, text)))
+    train(shown, on_sample=lambda row, text: samples.append((row["step"], text)))
     for name in ("metrics.jsonl", "final/model.safetensors"):
         assert Path(alone.out, name).read_bytes() == Path(shown.out, name).read_bytes()
     assert [step for step, _ in samples] == [2, 4]
@@ -323,7 +323,9 @@ def test_lora_trains_adapters_and_merges_them(
 ) -> None:
     pytest.importorskip("peft")
     samples = list[int]()
-    train(config := chat_run(lora=4, steps=12), on_sample=lambda step, _: samples.append(step))
+    train(
+        config := chat_run(lora=4, steps=12), on_sample=lambda row, _: samples.append(row["step"])
+    )
     assert samples == [12]
     said = capsys.readouterr().err
     assert "with the adapters beside the weights; merging them changes" in said

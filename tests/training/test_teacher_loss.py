@@ -295,8 +295,12 @@ def test_command_distils_and_refuses_extra_arguments(
     stored = read_config(out)
     text = TokenDataset.open(distil().data, "validation")[:16]
     prompt = " ".join(load_tokenizer(f"{distil().data}/tokenizer").decode(text).split())
-    for step, line in enumerate(re.findall("sample after step .*", capsys.readouterr().out)):
-        assert line.startswith(f"sample after step {step}: {prompt} ... ")
+    said = re.findall(
+        "after step (.*): validation perplexity .*, sample: (.*)", capsys.readouterr().out
+    )
+    for step, (number, sample) in enumerate(said):
+        assert number == str(step)
+        assert sample.startswith(f"{prompt} ... ")
     assert step == 1
     assert (stored.teacher, stored.init, stored.learning_rate) == (teacher, teacher, 2e-3)
     assert "activation=int8-hadamard:block=32,quantizer=per-group:size=32" in stored.format

@@ -206,7 +206,10 @@ def run(chosen: Options) -> None:
             result = train(
                 config,
                 on_step=lambda row: line(row["step"], config.steps, text=describe(row)),
-                on_sample=lambda step, text: progress.note(f"sample after step {step:,}: {text}"),
+                on_sample=lambda row, text: progress.note(
+                    f"after step {row['step']:,}: validation perplexity "
+                    f"{row['validation_perplexity']:,.3f}, sample: {text}"
+                ),
                 progress=progress,
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,

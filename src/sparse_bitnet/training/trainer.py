@@ -66,13 +66,14 @@ if TYPE_CHECKING:
 __all__ = ["Interrupted", "OnStep", "RunResult", "Trainer", "train"]
 
 OnStep = Callable[[dict[str, Any]], None]
+OnSample = Callable[[dict[str, Any], str], None]
 
 
 def train(
     config: TrainConfig,
     *,
     on_step: OnStep | None = None,
-    on_sample: Callable[[int, str], None] | None = None,
+    on_sample: OnSample | None = None,
     progress: Progress | None = None,
     shard: int | None = None,
     timeout_seconds: float = 600.0,
@@ -84,8 +85,8 @@ def train(
     Args:
         config: the run. A folder that holds a run must hold one of the same config.
         on_step: called after every step with its metrics and timing in one dict, in the first process.
-        on_sample: called with step and `metrics.sample` after validations of a pretrained model, in a
-            run of one process.
+        on_sample: called with a validation's row and `metrics.sample`, for a pretrained model in a run of
+            one process.
         progress: display that shows validations which take more than 5 s, in the first process.
         shard, timeout_seconds: how several processes share the work, see `open_world`.
 
@@ -160,7 +161,7 @@ class Trainer:
         data: dict[str, Any],
         world: World,
         on_step: OnStep | None = None,
-        on_sample: Callable[[int, str], None] | None = None,
+        on_sample: OnSample | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Build model and optimiser, and resume from the newest checkpoint of the locked folder.
@@ -399,17 +400,18 @@ class Trainer:
                 on_batch=line,
             )
             line.end()
+            row = {
+                "step": step,
+                "validation_loss": mean,
+                "validation_perplexity": float(torch.tensor(mean, dtype=torch.float64).exp()),
+                "validation_tokens": tokens,
+            }
             if self.on_sample and loss is None:
                 with autocast(self.device, self.dtype):
                     text = self.held_out.dataset[:16].tolist()
-                    self.on_sample(step, metrics.sample(self.loss.model, self.tokenizer, text))
+                    self.on_sample(row, metrics.sample(self.loss.model, self.tokenizer, text))
         distributed.reshard_(self.loss)
-        return {
-            "step": step,
-            "validation_loss": mean,
-            "validation_perplexity": float(torch.tensor(mean, dtype=torch.float64).exp()),
-            "validation_tokens": tokens,
-        }
+        return row
 
     def _write(self, row: dict[str, Any]) -> None:
         for sink in self.sinks:
