@@ -35,6 +35,7 @@ def mixed(tmp_path: Path) -> Path:
     (folder / "README.md").write_text("no text")
     (folder / "sub" / "scan.pdf").write_text("no text")
     (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "link.txt").symlink_to(tmp_path / "elsewhere")
     return folder
 
 
@@ -43,7 +44,7 @@ def test_folders_globs_and_lists_read_files_of_every_kind(
 ) -> None:
     a, c = some_texts(20, seed=1), some_texts(20, seed=2)
     everything = parse_source(str(mixed))
-    said = "skipped 3 other files or links: README.md, link, sub/scan.pdf\n"
+    said = "skipped as no text (4): README.md, link, link.txt, sub/scan.pdf\n"
     assert capsys.readouterr().err.endswith(f"mixed: {said}")
     assert texts_of(everything) == [*a, *a, *c, "A whole book."]
     assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]
