@@ -124,7 +124,9 @@ def test_every_model_is_checked_before_one_is_scored(tmp_path, prepared, model_f
     monkeypatch.setattr("sparse_bitnet.evaluation.perplexity.perplexity", None)
     short = shutil.copytree(model_folder, tmp_path / "short")
     edit_json(short / "config.json", max_position_embeddings=64)
-    with pytest.raises(UserError, match=r"context_length=2048: .*short has only 64 positions"):
+    with pytest.raises(
+        UserError, match=r"context_length=2048: .*short has 64 positions; give at most"
+    ):
         main([str(model_folder), str(short), "--data", str(prepared)])
 
 

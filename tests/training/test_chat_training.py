@@ -247,8 +247,11 @@ def test_evaluate_scores_answers_as_training_does(
     chat_run: Any, chats: Path, data: Path, tmp_path: Path
 ) -> None:
     result = train(config := chat_run(validation_tokens=0, sequence_length=64))
-    whole = evaluation(*read_text(config.out, data, context_length=64), precision="float32")
+    seen: list[tuple[int, int]] = []
+    read = read_text(config.out, data, context_length=64)
+    whole = evaluation(*read, precision="float32", on_batch=lambda *done: seen.append(done))
     assert (whole.tokens, whole.text_bytes) == (result.validation_tokens, None)
+    assert seen[-1] == (whole.tokens, whole.tokens)
     assert whole.mean_nll == pytest.approx(result.validation_loss, rel=1e-5)
 
     rows = tmp_path / "rows.jsonl"

@@ -231,7 +231,7 @@ def read_text(
         )
     if positions is not None and length > positions:
         raise UserError(
-            f"context_length={length}: {stored.name} has only {positions} positions; give a shorter one"
+            f"context_length={length}: {stored.name} has {positions} positions; give at most as many"
         )
     return stored, text, length
 
@@ -274,13 +274,16 @@ def evaluate(
         precision, where = f"float32, head {engine.head}, cache {engine.kv_cache}", "cpu engine"
     try:
         tokens, text_bytes = text.first(max_tokens)
+        count = len(tokens) - 1
+        if text.chat is not None:
+            count = int(np.count_nonzero(text.chat[1 : len(tokens)] & LEARNT))
         result = perplexity(
             model,
             tokens,
             context_length=context_length,
             batch_size=batch_size,
             chat=text.chat,
-            on_batch=on_batch and (lambda done: on_batch(done, len(tokens) - 1)),
+            on_batch=on_batch and (lambda done: on_batch(done, count)),
             **options,
         )
     finally:
