@@ -92,10 +92,8 @@ def test_a_cache_of_logits_inside_the_run_folder_can_be_continued(small_run, tmp
 
     with monkeypatch.context() as patched:
         patched.setattr(LogitCache, "fill", killed)
-        other = dataclasses.replace(config, top_logits=8, logit_cache=f"{tmp_path}/k8")
-        for each in (other, config):
-            with pytest.raises(KeyboardInterrupt):
-                train(each)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
     assert train(config).steps == 1
 
 

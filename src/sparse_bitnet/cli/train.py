@@ -78,8 +78,8 @@ class DistillOptions(Options):
 
     format: str = "auto"
     """Weight format and N:M pattern, for example ternary-6:8,quantizer=per-group:size=64. auto: ternary
-    6:8 with such scales, in a rotated basis (activation=int8-hadamard; not with --lora), blended in
-    (schedule=lambda)."""
+    6:8 with a scale for each group, blended in (schedule=lambda), and unless --lora is given in a rotated
+    basis (activation=int8-hadamard)."""
 
     model: Annotated[str, HIDDEN] = TrainConfig.model
     initial_weights: Annotated[Literal["normal", "uniform"], HIDDEN] = "normal"
@@ -235,12 +235,13 @@ def run(chosen: Options) -> None:
         if config.teacher is not None:
             first = read_rows(Path(config.out) / METRICS_FILE)[0]
             perplexities = {
-                "teacher's perplexity": first.get("teacher_perplexity", math.nan),
+                "teacher's perplexity": first.get("teacher_perplexity"),
                 "student's before training": first["validation_perplexity"],
                 "student's now": result.validation_perplexity,
             }
             for name, value in perplexities.items():
-                print(f"{name:<26}{value:>14,.2f}")
+                if value is not None:
+                    print(f"{name:<26}{value:>14,.2f}")
             print("next:", *next_commands(config.out), sep="\n  sparse-bitnet ")
 
 

@@ -132,9 +132,9 @@ class LogitCache:
         if not isinstance(self.checksums, list):
             raise UserError(f"{self.folder / MANIFEST} is damaged: remove the cache's folder")
         place = next(each for each in (self.folder, *self.folder.parents) if os.path.exists(each))
-        if not (place.is_dir() and os.access(place, os.W_OK)):
+        missing = max(0, self.windows - len(self.checksums) * self.per_part) * length
+        if missing and not (place.is_dir() and os.access(place, os.W_OK)):
             raise UserError(f"cannot write {self.folder}: {place} is not a writable folder")
-        missing = (self.windows - len(self.checksums) * self.per_part) * length
         if (needed := missing * self.token.itemsize) > (free := shutil.disk_usage(place).free):
             raise UserError(
                 f"--logit-cache {self.folder} needs {needed / 1e6:,.1f} MB more, and {free / 1e6:,.1f} "

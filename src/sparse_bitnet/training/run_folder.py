@@ -86,9 +86,7 @@ def run_lock(run: Path) -> Iterator[None]:
 
 def check_run(run: Path, config: TrainConfig) -> None:
     """Raise `UserError` when the folder holds a run of another config, or files that are not a run."""
-    # A cache of logits inside the folder is filled before config.json is written.
-    caches = Path(config.logit_cache).parts if config.logit_cache else ()
-    check_ours(run, ["config.json", *caches], "a run folder")
+    check_ours(run, ["config.json"], "a run folder")
     if not (run / "config.json").is_file():
         return
     if changed := read_config(run).difference(config):

@@ -138,8 +138,8 @@ def _take_folder(
             is_other = is_linear(module) and not isinstance(module, torch.nn.Linear)
             if (is_other or is_fused_experts(module)) and not format.keeps_dense(layer):
                 say(
-                    f"{layer} of {name} is transposed, or a stack of experts: `generate` will run the "
-                    "trained model through transformers, `pack` and `export` will not support it"
+                    f"{layer} of {name} is no plain linear layer: `pack` and `export` will not support "
+                    "the trained model. `generate` runs it through transformers"
                 )
                 break
     held.enter_context(run_lock(run))
@@ -222,10 +222,10 @@ class Trainer:
             config, world, self.model, self.optimizer, files=files, data_identity=identity
         )
         self.start = self.checkpoints.restore()
+        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         if (cache := self.cache) is not None:
             batch = config.micro_batch_size or config.batch_size
             world.on_main(lambda: cache.fill(self.dtype, self.device, batch))
-        world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         self.sinks: list[Any] = []
         self.timing: list[metrics.JsonLines] = []
         if world.is_main:
