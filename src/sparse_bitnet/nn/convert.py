@@ -53,8 +53,8 @@ def convert_(
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
-    Convert a transformers model as a whole: its own `save_pretrained` stores nothing of the format where
-    only a part of it, such as one block, was converted.
+    Convert a transformers model as a whole: after the conversion of a part, such as one block, its own
+    `save_pretrained` does not store the format.
 
     A converted layer gets the new config; a layer used in several places stays shared. The weights of
     GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser afterwards. Without
@@ -62,8 +62,9 @@ def convert_(
     `quantization_config` with which it saves and loads.
 
     Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer,
-    most matrix weights would stay dense, or `model` is itself a linear layer; the model is then
-    unchanged.
+    most matrix weights would stay dense, a transformers model would get a second format, a rotation
+    meets shared weights, calibration has no effect or meets fused experts, or `model` is itself a
+    linear layer; the model is then unchanged.
     """
     if isinstance(config, str):
         config = SparseBitConfig.parse(config)
@@ -213,10 +214,9 @@ def _in_blocks(model: nn.Module) -> FilterFn:
 
 
 def _read_past(model: nn.Module) -> set[str]:
-    """Return the names of layers that may never run: Mamba's code, or its kernels in training, multiply
-    by their weights past them."""
+    """Return the names of layers whose weights Mamba's code or kernels read without running them."""
     return {
-        f"{name}.{layer}"
+        f"{name}.{layer}".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
         if hasattr(module, "A_log") and hasattr(module, "D")
         for layer in ("x_proj", "dt_proj", "out_proj")

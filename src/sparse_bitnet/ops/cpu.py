@@ -38,7 +38,7 @@ class Kernels:
         """See `ops.nm_mask`."""
         weight = weight.contiguous()
         mask, groups = torch.empty(weight.shape, dtype=torch.bool), weight.numel() // m
-        where = (0, mask.data_ptr())
+        where = (0, mask.data_ptr())  # no codes
         self._kernels.select_ternary(*_at(weight), 1.0, groups, n, m, *where, self.threads)
         return mask
 

@@ -157,7 +157,8 @@ class TrainConfig:
     """Device to train on. auto: CUDA if available, else the CPU."""
 
     validation_every: int = 0
-    """Steps between validations; 0: only at the end and, with a teacher, before the first step."""
+    """Steps between validations; 0: only at the end and, with a teacher, before the first step. The model
+    is scored in its final format, also while a schedule or --sparse-fraction trains another."""
 
     validation_tokens: int = 131072
     """Maximum number of validation tokens to score; 0: all."""

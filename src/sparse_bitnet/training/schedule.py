@@ -45,7 +45,7 @@ def format_of(config: TrainConfig) -> SparseBitConfig:
 
 
 def phase(config: TrainConfig, format: SparseBitConfig, step: int) -> tuple[int, float]:
-    """Return the `phase_at` step `step`; only the last `sparse_fraction` of the steps use the mask."""
+    """Return `phase_at` for a run's step; only the last `sparse_fraction` of its steps use the mask."""
     if step <= config.steps - round(config.steps * config.sparse_fraction):
         return format.pattern.m, 1.0
     return phase_at(format, step, config.steps)
