@@ -30,7 +30,7 @@ struct Table;
 // Kernels written in terms of vectors of any width (isa-inl.h).
 struct VectorKernels {
   // weight [groups, m] -> mask [groups, m], 1 where the weight is among the n largest magnitudes of
-  // its group, ties to the lower index. 1 <= n < m <= 32. codes [groups, m], which may be null:
+  // its group, ties to the lower index. 1 <= n < m <= 32. codes [groups, m], unless null:
   // mask * clip(round_half_even(weight / weight_scale), -1, 1). weight_scale >= 2^-125.
   void (*select_ternary)(const void* weight, Dtype dtype, float weight_scale, std::int64_t groups,
                          int n, int m, std::int8_t* codes, std::uint8_t* mask);

@@ -158,9 +158,9 @@ INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
   }
 }
 
-// Columns [begin, begin + count) of a tile's rows from `row` on, of b3_strips; `begin` is the first of a part.
+// Columns [begin, begin + count) of a tile's rows from `row` on; `begin` is the first of a part.
 TARGET static void unpack_b3_strips(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                             std::uint8_t* tile) {
+                                    std::uint8_t* tile) {
   const std::int64_t part = b3_strips::part_columns(matrix.group), in_strip = row % b3_strips::rows;
   const std::uint8_t* at = matrix.data + (row - in_strip) * matrix.row_stride + in_strip +
                            begin / part * b3_strips::part_bytes(part) * b3_strips::rows;
