@@ -76,7 +76,7 @@ def main(
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
     The same command resumes after an interruption, and verifies the shards of a finished folder. It
-    recognises a file of SOURCE by its name, its size and 64 kB at both ends: another change is not seen.
+    recognises a file of SOURCE by its name, its size and 64 kB at both ends, and sees no other changes.
 
     Args:
         source: Text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
@@ -136,9 +136,8 @@ def main(
                 print(unlearnt)
     if manifest.overlap is not None:
         print(f"validation text: {manifest.overlap}")
-    what = f"written in {time.monotonic() - started:.1f} s"
-    if is_there:
-        what = "already there, shards verified (files of text by name, size and both ends)"
+    written = f"written in {time.monotonic() - started:.1f} s"
+    what = "already there, shards verified" if is_there else written
     print(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}, {what}")
     if not manifest.splits[VALIDATION].tokens:
         print("no validation text: add --validation SOURCE or a larger --validation-fraction")
