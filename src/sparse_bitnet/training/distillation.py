@@ -78,7 +78,8 @@ class Teacher:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [tokens, vocab_size] of some `hidden` states, in the model's type."""
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = self.model.get_output_embeddings()(hidden)[:, : self.vocab_size]
+            head = self.model.get_output_embeddings()
+            logits = head(hidden.to(head.weight.dtype))[:, : self.vocab_size]
         cap = logit_cap(self.model)
         return logits if cap is None else capped(logits.float(), cap)
 
