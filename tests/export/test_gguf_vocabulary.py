@@ -44,9 +44,11 @@ def read_vocabulary(folder: Path) -> dict[str, Any]:
 def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path, changed) -> None:
     vocabulary = read_vocabulary(checkpoint)
     assert vocabulary["pre"] == "qwen2"
-    plain = read_vocabulary(changed(normalizer=None))
-    normalizers = [read_tokenizer(each, "").normalizer for each in (vocabulary, plain)]
-    assert [str(each) for each in normalizers] == ["NFC()", "None"]
+    split = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))["pre_tokenizer"]
+    for pre in (split, split["pretokenizers"][-1] | {"use_regex": True}):
+        for normalizer, name in ((None, "None"), ({"type": "NFC"}, "NFC()")):
+            fields = read_vocabulary(changed(pre_tokenizer=pre, normalizer=normalizer))
+            assert str(read_tokenizer(fields, "").normalizer) == name
     assert len(vocabulary["tokens"]) == len(vocabulary["token_type"]) == 392
     for token, index in load_tokenizer(checkpoint).get_vocab().items():
         assert vocabulary["tokens"][index] == token
@@ -71,8 +73,7 @@ def test_added_tokens_that_are_not_special_are_written(changed) -> None:
     ]
     ids = [vocabulary.get(f"{name}_token_id") for name in ("bos", "eos", "padding", "unknown")]
     assert ids == [386, 0, 385, None]
-    added = [vocabulary["add_bos_token"], vocabulary["add_eos_token"]]
-    assert added == [False, False], "the engine, too, adds none"
+    assert {vocabulary[f"add_{name}_token"] for name in ("bos", "eos")} == {False}, "as the engine"
 
 
 def test_more_end_tokens_than_gguf_has_names_for_are_refused(changed) -> None:

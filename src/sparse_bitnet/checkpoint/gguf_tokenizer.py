@@ -104,8 +104,8 @@ PRE_TOKENIZERS = (
 )
 """All pre-tokenizers that can be read and written."""
 
-NORMALIZED = ("qwen2", "qwen35")
-"""Names whose models all normalise text to Unicode form NFC, which a GGUF file does not say."""
+NFC = "sparse_bitnet.nfc"
+"""Field of our own GGUF files: whether the tokenizer normalises text to Unicode form NFC."""
 
 _DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
 """Kind of tokenizer -> token ids that a reader assumes if a file does not name them."""
@@ -201,7 +201,7 @@ def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
         )
     bpe = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignores_merges)
     tokenizer = Tokenizer(bpe)
-    if fields.get("pre") in NORMALIZED:
+    if fields.get(NFC, fields.get("pre") in ("qwen2", "qwen35")):  # whose models all do
         tokenizer.normalizer = normalizers.NFC()
     is_gpt2 = pre.regexes == (GPT2,)
     plain.use_regex = is_gpt2

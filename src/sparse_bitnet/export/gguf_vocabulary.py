@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
-from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, NORMALIZED, PRE_TOKENIZERS
+from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, NFC, PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import read_json, stored_ends
 from sparse_bitnet.errors import UserError, library_errors_as
@@ -92,6 +92,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     if is_sentence_piece:
         writer.add_token_scores(_scores(model["merges"], tokens))
         writer.add_add_space_prefix(_adds_space(content, path))
+    else:
+        writer.add_bool(f"tokenizer.ggml.{NFC}", content.get("normalizer") is not None)
     described = SpecialVocab(folder, load_merges=True, special_token_types=(), n_vocab=vocab_size)
     # Without a bos of its own, llama.cpp would use its default.
     described.special_token_ids = {"bos": special["eos"], **special}
@@ -161,8 +163,7 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
     splits, ignores = _regexes(steps), bool(content["model"].get("ignore_merges"))
     for row in PRE_TOKENIZERS:
         if (row.regexes, row.ignores_merges) == (splits, ignores):
-            other = normalizer is None and row.names[0] in NORMALIZED
-            return row.names[1] if other and len(row.names) > 1 else row.names[0]
+            return row.names[0]
     raise UserError(
         f"{path}: its pre-tokenizer, with ignore_merges {ignores}, is not one of those that the GGUF "
         f"export knows by llama.cpp's name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): "
