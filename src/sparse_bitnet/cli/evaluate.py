@@ -197,10 +197,9 @@ def _score_text(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[st
     console = Console(markup=False)
     options = {name: getattr(config, name) for name in (*_SHARED, "max_tokens")}
     length, scored = config.context_length, []
+    how: dict[str, Any] = {"column": config.column, "chat": config.chat}
     for name, engine in engines.items():  # each before any is scored
-        read = read_text(
-            name, config.data, context_length=length, column=config.column, chat=config.chat
-        )
+        read = read_text(name, config.data, context_length=length, **how)
         length = read[-1]  # for the others too
         scored.append((read, engine))
     results = []

@@ -53,8 +53,7 @@ def convert_(
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
-    Convert a transformers model as a whole: after the conversion of a part, such as one block, its own
-    `save_pretrained` does not store the format.
+    Convert a transformers model as a whole: `save_pretrained` does not store the format of a part.
 
     A converted layer gets the new config; a layer used in several places stays shared. The weights of
     GPT-2's `Conv1D` and fused experts become new parameters, so make the optimiser afterwards. Without
