@@ -290,9 +290,9 @@ class DistillationLoss(SummedLoss):
         top: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`top`: token ids and logits of the teacher, [batch, sequence, k], when it is a cache."""
-        config, (teacher,) = self.config, self._teacher
         if not self.model.training:
             return super().forward(input_ids, labels, position_ids)
+        config, (teacher,) = self.config, self._teacher
         logits_of: Callable[[slice], Tensor]
         if isinstance(teacher, Teacher):
             states = teacher.hidden(input_ids, position_ids)
