@@ -84,8 +84,9 @@ def test_unusual_scales_go_to_the_reference(scale):
 def test_groups_beyond_the_kernels_go_to_the_reference():
     weight = torch.randn(2, 80)
     assert torch.equal(ops.nm_mask(weight, 9, 40), nm_mask_reference(weight, 9, 40))
-    with pytest.raises(RuntimeError):
-        ops.nm_mask(weight, 3, 7)
+    for op, *sizes in ((ops.nm_mask, 3, 7), (ops.quantize_groups, 32), (ops.hadamard, 32)):
+        with pytest.raises(RuntimeError):
+            op(weight, *sizes)
 
 
 @pytest.fixture

@@ -176,15 +176,15 @@ def define(
     return getattr(torch.ops.sparse_bitnet, name)
 
 
-def takes_values(tensor: Tensor) -> bool:
-    """Whether kernels support this weight or activation; the references support all."""
-    fits = tensor.dtype in (*CPU_DTYPES, torch.float16)
-    return fits and tensor.dim() > 0 and tensor.numel() > 0
+def takes_values(tensor: Tensor, size: int = 1) -> bool:
+    """Whether kernels support this tensor in runs of `size` along a row; references support all."""
+    fits = tensor.dtype in (*CPU_DTYPES, torch.float16) and tensor.dim() > 0 and tensor.numel() > 0
+    return fits and size > 0 and tensor.shape[-1] % size == 0
 
 
 def takes_groups(weight: Tensor, n: int, m: int) -> bool:
     """Whether kernels support this weight with this pattern."""
-    return takes_values(weight) and 1 <= n <= m <= MAX_GROUP and weight.shape[-1] % m == 0
+    return 1 <= n <= m <= MAX_GROUP and takes_values(weight, m)
 
 
 check_choice()

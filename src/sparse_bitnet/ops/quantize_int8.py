@@ -67,5 +67,5 @@ define(
 define(
     "hadamard(Tensor x, int block) -> Tensor",
     hadamard,
-    takes=lambda x, block: x.dtype == torch.float32 and takes_values(x),
+    takes=lambda x, block: x.dtype == torch.float32 and takes_values(x, block),
 )

@@ -101,7 +101,7 @@ define("absmean(Tensor weight) -> Tensor", absmean_reference, takes=takes_values
 define(
     "quantize_groups(Tensor weight, int size) -> (Tensor codes, Tensor weight_scale)",
     quantize_groups_reference,
-    takes=lambda weight, size: takes_values(weight),
+    takes=takes_values,
 )
 select_ternary = define(
     "select_ternary(Tensor weight, Tensor weight_scale, int n, int m) -> (Tensor codes, Tensor mask)",
