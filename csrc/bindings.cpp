@@ -88,6 +88,7 @@ NB_MODULE(_cpu, module) {
           "quantize_int8",
           [](const Kernels& self, Address x, Dtype dtype, std::int64_t tokens, std::int64_t features,
              Address codes, Address activation_scale, int threads) {
+            require(size > 0, "a size is out of range");
             require_array(tokens, features);
             quantize_int8(self, pointer<const void>(x), dtype, tokens, features,
                           pointer<std::int8_t>(codes), pointer<float>(activation_scale), threads);
@@ -99,7 +100,8 @@ NB_MODULE(_cpu, module) {
           [](const Kernels& self, std::int64_t tokens, std::int64_t columns, std::int64_t taps, Address weights,
              Address past, Address rows, std::int64_t stride) {
             require_array(tokens, stride);
-            require(columns % slab_columns == 0 && columns <= stride && taps >= 2, "sizes do not fit");
+            require(columns % slab_columns == 0 && columns <= stride && 2 <= taps && taps <= most_taps,
+                    "sizes do not fit");
             self.vector.convolve({tokens, columns, taps, pointer<const float>(weights),
                                   pointer<const float>(past), pointer<float>(rows), stride});
           },

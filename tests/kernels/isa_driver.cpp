@@ -334,9 +334,7 @@ void test_attention(const VectorKernels& kernels, Random& random, CacheType type
   const std::int64_t visible = 40, window = tokens > 1 ? 25 : visible;
   Memory keys(4 * page_tokens * padded, poison), values = keys;
   std::vector<float> key_scales(page_tokens, -1), value_scales = key_scales;
-  const bool scaled = has_codes(type);
-  const PageView page = {keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
-                         scaled ? value_scales.data() : nullptr};
+  const PageView page = {keys.data(), values.data(), key_scales.data(), value_scales.data()};
   const std::int64_t stored = std::min<std::int64_t>(page_tokens, visible + tokens - 1);
   std::vector<float> key = random.floats(stored * head_dim), value = random.floats(stored * head_dim);
   for (std::int64_t slot = 0; slot < stored; ++slot) {
@@ -405,8 +403,7 @@ void test_floats(const Kernels& ours) {
   test_tables(ours, random, results);
   test_elementwise(kernels, random, results);
   test_delta_net(kernels, random, results);
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(results.data());
-  const unsigned sum = crc32(bytes, 4 * std::int64_t(results.size()));
+  const unsigned sum = crc32(reinterpret_cast<const std::uint8_t*>(results.data()), 4 * std::int64_t(results.size()));
   expect(sum == checksum_of_floats, "float kernels of %s: checksum %08x", ours.isa, sum);
 }
 

@@ -16,15 +16,17 @@ HUGE = (2**63 - 1, 2**62, 2**53, -1, -(2**63))
 
 @pytest.mark.parametrize("size", HUGE)
 def test_sizes_of_ops_kernels_are_checked(size: int) -> None:
-    kernels = _cpu.Kernels.choose("")
-    with pytest.raises(ValueError, match="out of range"):
-        kernels.select_ternary(0, _cpu.Dtype.bfloat16, 1.0, size, 2, 4, 0, 0, 1)
-    with pytest.raises(ValueError, match="out of range"):
-        kernels.absmean(0, _cpu.Dtype.float32, size, 1)
-    with pytest.raises(ValueError, match="out of range"):
-        kernels.quantize_int8(0, _cpu.Dtype.float32, size, 8, 0, 0, 1)
-    with pytest.raises(ValueError, match="out of range"):
-        kernels.quantize_int8(0, _cpu.Dtype.float32, 8, size, 0, 0, 1)
+    kernels, float32 = _cpu.Kernels.choose(""), _cpu.Dtype.float32
+    for call in (
+        lambda: kernels.select_ternary(0, float32, 1.0, size, 2, 4, 0, 0, 1),
+        lambda: kernels.absmean(0, float32, size, 1),
+        lambda: kernels.quantize_int8(0, float32, size, 8, 0, 0, 1),
+        lambda: kernels.quantize_int8(0, float32, 8, size, 0, 0, 1),
+        lambda: kernels.quantize_groups(0, float32, size, 8, 0, 0, 1),
+        lambda: kernels.quantize_groups(0, float32, 8, min(size, 0), 0, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="out of range"):
+            call()
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (5, 4), (1, 0), (1, 33), (1, -4)])
