@@ -112,12 +112,9 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
       }
     }
   }
-  if (group) {
-    finish_groups(x, product, begin, end, sums, step);
-  } else if (matrix.format == WeightFormat::int8) {
-    finish_int8(x, product, begin, end, dots, step, 0);
-  } else {
-    finish_ternary(x, product, begin, end, dots, step, 0);
+  for (std::int64_t t = 0; t < x.tokens; ++t) {
+    finish_token(x, t, product, begin, end, dots + t * step * (fine ? 2 : 1), step, 0,
+                 product.y + t * product.y_stride + begin);
   }
 }
 

@@ -179,28 +179,14 @@ TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, st
 
 TARGET static void finish(const Activations& x, const Product& product, std::int64_t begin, std::int64_t end,
                           const std::int32_t* dots, std::int64_t step, std::int32_t offset, MatmulScratch& scratch) {
-  if (product.streams) {
-    const std::int64_t dots_a_token = step * (x.fine && product.matrix->format == WeightFormat::int8 ? 2 : 1);
-    Product part = product;
-    part.streams = false;
-    part.y = scratch.streamed - begin;
-    for (std::int64_t t = 0; t < x.tokens; ++t) {
-      Activations one = x;
-      one.tokens = 1;
-      one.scales += t * x.scales_a_token(), one.sums += t * x.scales_a_token();
-      if (x.fine) one.fine_sums += t;
-      finish(one, part, begin, end, dots + t * dots_a_token, step, offset, scratch);
-      float* y = product.y + t * product.y_stride + begin;
-      std::int64_t r = 0;
-      for (; r + row_lanes <= end - begin; r += row_lanes) stream(y + r, load<Floats>(scratch.streamed + r));
-      for (; r < end - begin; ++r) y[r] = scratch.streamed[r];
-    }
-  } else if (product.matrix->summed_group()) {
-    finish_groups(x, product, begin, end, reinterpret_cast<const float*>(dots), step);
-  } else if (product.matrix->format == WeightFormat::int8) {
-    finish_int8(x, product, begin, end, dots, step, offset);
-  } else {
-    finish_ternary(x, product, begin, end, dots, step, offset);
+  const std::int64_t dots_a_token = step * (x.fine && product.matrix->format == WeightFormat::int8 ? 2 : 1);
+  for (std::int64_t t = 0; t < x.tokens; ++t, dots += dots_a_token) {
+    float* y = product.y + t * product.y_stride + begin;
+    finish_token(x, t, product, begin, end, dots, step, offset, product.streams ? scratch.streamed : y);
+    if (!product.streams) continue;
+    std::int64_t r = 0;
+    for (; r + row_lanes <= end - begin; r += row_lanes) stream(y + r, load<Floats>(scratch.streamed + r));
+    for (; r < end - begin; ++r) y[r] = scratch.streamed[r];
   }
 }
 
