@@ -22,10 +22,9 @@ INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
   }
 }
 
-// sums[t * row_step + r] of eight rows; of fewer, the last one is taken repeatedly.
+// sums [tokens, max_rows_a_call] of eight rows; of fewer, the last one is taken repeatedly.
 TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                                 const Activations& x, const std::int32_t* group_sums, float* sums,
-                                 std::int64_t row_step) {
+                                 const Activations& x, const std::int32_t* group_sums, float* sums) {
   const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
   const std::uint8_t* rows[group_rows];
   const float* scales[group_rows];
@@ -78,8 +77,6 @@ TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::
         total += value * scale;
       }
     }
-    for (std::int64_t i = 0; i < end - begin && i < group_rows; ++i) {
-      sums[t * row_step + i] = total[i];
-    }
+    for (std::int64_t i = 0; i < end - begin && i < group_rows; ++i) sums[t * max_rows_a_call + i] = total[i];
   }
 }

@@ -15,7 +15,7 @@ TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64
       pointers[count++] = x.codes + t * x.stride;
       if (fine) pointers[count++] = x.fine + t * x.stride;
     }
-    dot_piece<FORMAT>(matrix, begin, end, pointers, count, to, max_rows_a_call);
+    dot_piece<FORMAT>(matrix, begin, end, pointers, count, to);
   }
 }
 
@@ -177,6 +177,7 @@ TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, st
   }
 }
 
+// The sums of a piece -> y, past the caches where it `streams`.
 TARGET static void finish(const Activations& x, const Product& product, std::int64_t begin, std::int64_t end,
                           const std::int32_t* dots, std::int64_t step, std::int32_t offset, MatmulScratch& scratch) {
   const std::int64_t dots_a_token = step * (x.fine && product.matrix->format == WeightFormat::int8 ? 2 : 1);
@@ -256,7 +257,7 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
     row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
   } else {
     for (std::int64_t r = begin; r < end; r += group_rows) {
-      dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin), max_rows_a_call);
+      dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin));
     }
   }
   finish(x, product, begin, end, dots, step, offset, scratch);

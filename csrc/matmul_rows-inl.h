@@ -204,58 +204,44 @@ INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row,
   }
 }
 
-// dots[t * row_step + r] of R rows and T tokens.
+// dots [T, max_rows_a_call] of R rows and T tokens.
 template <WeightFormat FORMAT, int R, int T>
 TARGET __attribute__((noinline)) static void dot_rows(const Matrix& matrix, const std::uint8_t* row,
-                                                      const std::int8_t* const* x,
-                                                      std::int32_t* dots, std::int64_t row_step) {
+                                                      const std::int8_t* const* x, std::int32_t* dots) {
   Accumulators<R, T> a = {};
   if constexpr (FORMAT == WeightFormat::i2) {
     dot_i2_rows<R, T>(matrix, row, x, a);
   } else {
     dot_int8_rows<R, T>(matrix, row, x, a);
   }
-  UNROLL for (int t = 0; t < T; ++t) store_sums<R>(a.sums[t], dots + t * row_step);
+  UNROLL for (int t = 0; t < T; ++t) store_sums<R>(a.sums[t], dots + t * max_rows_a_call);
 }
 
 template <WeightFormat FORMAT, int R>
-TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row,
-                              const std::int8_t* const* x, std::int64_t tokens, std::int32_t* dots,
-                              std::int64_t row_step) {
+TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row, const std::int8_t* const* x,
+                              std::int64_t tokens, std::int32_t* dots) {
   static_assert(tokens_together == 2 || tokens_together == 4);
   while (tokens > 0) {
     const int taken = tokens < tokens_together ? int(tokens) : tokens_together;
-    switch (taken) {
-      case 1:
-        dot_rows<FORMAT, R, 1>(matrix, row, x, dots, row_step);
-        break;
-      case 2:
-        dot_rows<FORMAT, R, 2>(matrix, row, x, dots, row_step);
-        break;
-      case 3:
-        if constexpr (tokens_together > 2) dot_rows<FORMAT, R, 3>(matrix, row, x, dots, row_step);
-        break;
-      default:
-        if constexpr (tokens_together > 2) dot_rows<FORMAT, R, 4>(matrix, row, x, dots, row_step);
-        break;
+    if (taken == 1) dot_rows<FORMAT, R, 1>(matrix, row, x, dots);
+    if (taken == 2) dot_rows<FORMAT, R, 2>(matrix, row, x, dots);
+    if constexpr (tokens_together > 2) {
+      if (taken == 3) dot_rows<FORMAT, R, 3>(matrix, row, x, dots);
+      if (taken == 4) dot_rows<FORMAT, R, 4>(matrix, row, x, dots);
     }
     x += taken;
-    dots += taken * row_step;
+    dots += taken * max_rows_a_call;
     tokens -= taken;
   }
 }
 
-// dots [tokens, row_step] of rows [begin, end), for the activations at x[0 .. tokens).
+// dots [tokens, max_rows_a_call] of rows [begin, end), for the activations at x[0 .. tokens).
 template <WeightFormat FORMAT>
-TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                             const std::int8_t* const* x, std::int64_t tokens, std::int32_t* dots,
-                             std::int64_t row_step) {
-  std::int64_t r = begin;
-  for (; r + rows_together <= end; r += rows_together) {
-    dot_tokens<FORMAT, rows_together>(matrix, matrix.data + r * matrix.row_stride, x, tokens,
-                                      dots + (r - begin), row_step);
-  }
-  for (; r < end; ++r) {
-    dot_tokens<FORMAT, 1>(matrix, matrix.data + r * matrix.row_stride, x, tokens, dots + (r - begin), row_step);
+TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const std::int8_t* const* x,
+                             std::int64_t tokens, std::int32_t* dots) {
+  for (std::int64_t r = begin, count; r < end; r += count) {
+    count = r + rows_together <= end ? rows_together : 1;
+    const auto dot = count > 1 ? dot_tokens<FORMAT, rows_together> : dot_tokens<FORMAT, 1>;
+    dot(matrix, matrix.data + r * matrix.row_stride, x, tokens, dots + (r - begin));
   }
 }

@@ -35,21 +35,6 @@ double seconds_since(Clock::time_point start) {
 
 constexpr int streams = 4;
 
-void read_generic(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) {
-  const std::int64_t quarter = bytes / streams;
-  std::uint64_t sums[8] = {};
-  for (std::int64_t i = 0; i < quarter; i += 64) {
-    for (int s = 0; s < streams; ++s) {
-      const std::uint8_t* at = data + s * quarter + i;
-      if (prefetch_bytes) __builtin_prefetch(at + prefetch_bytes);
-      std::uint64_t line[8];
-      std::memcpy(line, at, sizeof line);
-      for (int j = 0; j < 8; ++j) sums[j] ^= line[j];
-    }
-  }
-  keep(sums, sizeof sums);
-}
-
 constexpr int generic_lanes = 256;
 
 void int8_generic(std::int64_t count) {
@@ -87,11 +72,11 @@ constexpr int sums_per_loop = 12;
 
 // A loop over `sums_per_loop` sums of type Vector, each of which becomes `step` of `sum`, `a` and `b`.
 // `a` is opaque too, or what a step computes of `a` and `b` alone would be computed once.
-#define LOOP(TARGET, name, Vector, broadcast, a_value, b_value, step)     \
+#define LOOP(TARGET, name, Vector, broadcast, step)                       \
   TARGET void name(std::int64_t count) {                                  \
     Vector sums[sums_per_loop] = {};                                      \
-    auto a = broadcast(a_value);                                          \
-    const auto b = broadcast(b_value);                                    \
+    auto a = broadcast(1);                                                \
+    const auto b = broadcast(3);                                          \
     for (std::int64_t n = 0; n < count; ++n) {                            \
       _Pragma("GCC unroll 12")                                            \
       for (int i = 0; i < sums_per_loop; ++i) {                           \
@@ -104,41 +89,43 @@ constexpr int sums_per_loop = 12;
     KEEP(sums);                                                           \
   }
 
+// RooflineLoops::read with loads of the type Vector.
+#define READ(TARGET, name, Vector)                                                     \
+  TARGET void name(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) { \
+    const std::int64_t quarter = bytes / streams;                                      \
+    Vector sums[streams] = {};                                                         \
+    for (std::int64_t i = 0; i < quarter; i += 64) {                                   \
+      _Pragma("GCC unroll 4")                                                          \
+      for (int s = 0; s < streams; ++s) {                                              \
+        const std::uint8_t* at = data + s * quarter + i;                               \
+        if (prefetch_bytes) __builtin_prefetch(at + prefetch_bytes);                   \
+        _Pragma("GCC unroll 4")                                                        \
+        for (unsigned j = 0; j < 64; j += sizeof(Vector)) {                            \
+          Vector loaded;                                                               \
+          std::memcpy(&loaded, at + j, sizeof loaded);                                 \
+          sums[s] ^= loaded;                                                           \
+        }                                                                              \
+      }                                                                                \
+    }                                                                                  \
+    KEEP(sums);                                                                        \
+  }
+
+typedef std::uint64_t Words __attribute__((vector_size(16)));
+READ(, read_generic, Words)
+
 #if defined(__x86_64__)
 
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
-// A ReadPiece whose loads are vectors of the given type.
-#define READ(TARGET, name, Vector)                                                              \
-  TARGET void name(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) {          \
-    const std::int64_t quarter = bytes / streams;                                               \
-    Vector sums[streams] = {};                                                                  \
-    for (std::int64_t i = 0; i < quarter; i += 64) {                                            \
-      _Pragma("GCC unroll 4")                                                                   \
-      for (int s = 0; s < streams; ++s) {                                                       \
-        const std::uint8_t* at = data + s * quarter + i;                                        \
-        if (prefetch_bytes) {                                                                   \
-          _mm_prefetch(reinterpret_cast<const char*>(at + prefetch_bytes), _MM_HINT_T0);        \
-        }                                                                                       \
-        _Pragma("GCC unroll 2")                                                                 \
-        for (unsigned j = 0; j < 64; j += sizeof(Vector)) {                                     \
-          sums[s] ^= *reinterpret_cast<const Vector*>(at + j);                                  \
-        }                                                                                       \
-      }                                                                                         \
-    }                                                                                           \
-    KEEP(sums);                                                                                 \
-  }
-
 READ(AVX2, read_avx2, __m256i)
 READ(AVX512, read_avx512, __m512i)
 
-LOOP(AVX512, int8_avx512vnni, __m512i, _mm512_set1_epi8, 1, 3, _mm512_dpbusd_epi32(sum, a, b))
-LOOP(AVX2, int8_avx2, __m256i, _mm256_set1_epi8, 1, 3,
-     _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)))
+LOOP(AVX512, int8_avx512vnni, __m512i, _mm512_set1_epi8, _mm512_dpbusd_epi32(sum, a, b))
+LOOP(AVX2, int8_avx2, __m256i, _mm256_set1_epi8, _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)))
 #if defined(SPARSE_BITNET_AVX_VNNI)
 #define AVXVNNI __attribute__((target("avx2,avxvnni")))
-LOOP(AVXVNNI, int8_avxvnni, __m256i, _mm256_set1_epi8, 1, 3, _mm256_dpbusd_avx_epi32(sum, a, b))
+LOOP(AVXVNNI, int8_avxvnni, __m256i, _mm256_set1_epi8, _mm256_dpbusd_avx_epi32(sum, a, b))
 #endif
 
 #if defined(SPARSE_BITNET_AMX)
@@ -178,8 +165,8 @@ I8MM int32x4_t dot_pairs(int32x4_t sum, int8x16_t a, int8x16_t b) {
   return sum;
 }
 
-LOOP(DOTPROD, int8_neon, int32x4_t, vdupq_n_s8, 1, 3, dot(sum, a, b))
-LOOP(I8MM, int8_i8mm, int32x4_t, vdupq_n_s8, 1, 3, dot_pairs(sum, a, b))
+LOOP(DOTPROD, int8_neon, int32x4_t, vdupq_n_s8, dot(sum, a, b))
+LOOP(I8MM, int8_i8mm, int32x4_t, vdupq_n_s8, dot_pairs(sum, a, b))
 
 #endif
 
