@@ -82,17 +82,9 @@ void make_activations(Activations* place, std::int64_t tokens, std::int64_t colu
           "scales are for 32, 64, 128 or 256 activations that divide the columns, without fine");
   require((fine == 0) == (fine_sums == 0), "fine and fine_sums go together");
   require(tokens >= 0 && tokens <= most_elements / columns, "tokens are out of range");
-  new (place) Activations{tokens,
-                          columns,
-                          activation_stride(columns),
-                          pointer<std::int8_t>(codes),
-                          pointer<std::int8_t>(fine),
-                          pointer<float>(scales),
-                          pointer<std::int32_t>(sums),
-                          pointer<std::int32_t>(fine_sums),
-                          nullptr,
-                          nullptr,
-                          group};
+  new (place) Activations{tokens, columns, activation_stride(columns), pointer<std::int8_t>(codes),
+                          pointer<std::int8_t>(fine), pointer<float>(scales), pointer<std::int32_t>(sums),
+                          pointer<std::int32_t>(fine_sums), nullptr, nullptr, group};
 }
 
 // A matrix with its output, as Python hands it over.

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
-#include <vector>
 
 #include "aligned_vector.h"
 #include "matmul_kernels.h"
@@ -20,32 +19,21 @@ MatmulScratch& thread_scratch() {
   return scratch.front();
 }
 
-// Tokens [begin, end) of activations.
-Activations token_range(const Activations& x, std::int64_t begin, std::int64_t end) {
-  Activations part = x;
-  part.tokens = end - begin;
-  part.codes += begin * x.stride;
-  if (x.tiles) part.tiles += begin * x.stride;
-  if (x.fine_tiles) part.fine_tiles += begin * x.stride;
-  if (x.quads) part.quads += begin * quad_stride(x.columns);
-  part.scales += begin * x.scales_a_token();
-  part.sums += begin * x.scales_a_token();
-  if (x.fine) {
-    part.fine += begin * x.stride;
-    part.fine_sums += begin;
-  }
-  return part;
+// Memory for `count` values, kept for the next call.
+template <class T>
+T* room(AlignedVector<T>& memory, std::int64_t count) {
+  if (std::int64_t(memory.size()) < count) memory.resize(std::size_t(count));
+  return memory.data();
 }
 
 // [tokens, codes and fine, groups] for weights whose sums are scaled by groups; null otherwise.
 const std::int32_t* group_sums(const Kernels& kernels, ThreadPool& pool, const Activations& x,
                                std::int64_t group) {
-  thread_local std::vector<std::int32_t> sums;
+  thread_local AlignedVector<std::int32_t> memory;
   if (group == 0) return nullptr;
   if (x.group) return x.sums;
   const std::int64_t groups = packed::divide_up(x.columns, group), parts = x.fine ? 2 : 1;
-  sums.resize(x.tokens * parts * groups);
-  std::int32_t* to = sums.data();
+  std::int32_t* to = room(memory, x.tokens * parts * groups);
   pool.parallel_for(x.tokens, 16, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t t = begin; t < end; ++t) {
       std::int32_t* of_token = to + t * parts * groups;
@@ -62,20 +50,18 @@ constexpr std::int64_t tile_tokens = 16, tile_columns = 64;
 Activations arranged(ThreadPool& pool, const Activations& x) {
   thread_local AlignedVector<std::int8_t> memory[2];
   Activations result = x;
-  const std::int8_t* const from[] = {x.codes, x.fine};
-  for (int part = 0; part < (x.fine ? 2 : 1); ++part) {
-    const std::int64_t groups = packed::divide_up(x.tokens, tile_tokens);
-    if (std::int64_t(memory[part].size()) < groups * tile_tokens * x.stride) {
-      memory[part].resize(std::size_t(groups * tile_tokens * x.stride));
-    }
-    std::int8_t* to = memory[part].data();
-    (part == 0 ? result.tiles : result.fine_tiles) = to;
-    pool.parallel_for(groups, 1, [&](std::int64_t begin, std::int64_t end, int) {
+  const std::int64_t tiles = packed::divide_up(x.tokens, tile_tokens), tile_bytes = tile_tokens * x.stride;
+  for (const bool is_fine : {false, true}) {
+    const std::int8_t* from = is_fine ? x.fine : x.codes;
+    if (!from) break;
+    std::int8_t* to = room(memory[is_fine], tiles * tile_bytes);
+    (is_fine ? result.fine_tiles : result.tiles) = to;
+    pool.parallel_for(tiles, 1, [&](std::int64_t begin, std::int64_t end, int) {
       for (std::int64_t token = begin * tile_tokens; token < end * tile_tokens; ++token) {
-        std::int8_t* line = to + token / tile_tokens * tile_tokens * x.stride + token % tile_tokens * 64;
-        for (std::int64_t c = 0; c < x.stride; c += tile_columns, line += tile_tokens * 64) {
+        std::int8_t* line = to + token / tile_tokens * tile_bytes + token % tile_tokens * tile_columns;
+        for (std::int64_t c = 0; c < x.stride; c += tile_columns, line += tile_tokens * tile_columns) {
           if (token < x.tokens) {
-            std::memcpy(line, from[part] + token * x.stride + c, tile_columns);
+            std::memcpy(line, from + token * x.stride + c, tile_columns);
           } else {
             std::memset(line, 0, tile_columns);
           }
@@ -101,8 +87,7 @@ void arrange_quads(const std::int8_t* codes, std::int64_t columns, std::int8_t* 
 const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
   thread_local AlignedVector<std::int8_t> memory;
   const std::int64_t stride = quad_stride(x.columns);
-  if (std::int64_t(memory.size()) < x.tokens * stride) memory.resize(std::size_t(x.tokens * stride));
-  std::int8_t* to = memory.data();
+  std::int8_t* to = room(memory, x.tokens * stride);
   pool.parallel_for(x.tokens, 16, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t t = begin; t < end; ++t) arrange_quads(x.codes + t * x.stride, x.columns, to + t * stride);
   });
@@ -113,8 +98,7 @@ const std::uint8_t* sum_tables(ThreadPool& pool, const Activations& x, std::int6
   thread_local AlignedVector<std::uint8_t> memory;
   const std::int64_t part = b3_strips::part_columns(group), parts = packed::divide_up(x.columns, part);
   const std::int64_t of_part = b3_strips::part_codes(part) * sum_table_bytes;
-  if (std::int64_t(memory.size()) < x.tokens * parts * of_part) memory.resize(std::size_t(x.tokens * parts * of_part));
-  std::uint8_t* to = memory.data();
+  std::uint8_t* to = room(memory, x.tokens * parts * of_part);
   pool.parallel_for(x.tokens * parts, 4096 / part, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) {
       matmul_sums.sum_tables(x.codes + i / parts * x.stride + i % parts * part, part, to + i * of_part);
@@ -145,6 +129,22 @@ std::int64_t Matrix::bytes_per_row(WeightFormat format, packed::Pattern pattern,
       return packed::divide_up(columns, int4_group) * (int4_group / 2);
   }
   throw std::invalid_argument("unknown weight format");
+}
+
+Activations Activations::range(std::int64_t begin, std::int64_t end) const {
+  Activations part = *this;
+  part.tokens = end - begin;
+  part.codes += begin * stride;
+  if (tiles) part.tiles += begin * stride;
+  if (fine_tiles) part.fine_tiles += begin * stride;
+  if (quads) part.quads += begin * quad_stride(columns);
+  part.scales += begin * scales_a_token();
+  part.sums += begin * scales_a_token();
+  if (fine) {
+    part.fine += begin * stride;
+    part.fine_sums += begin;
+  }
+  return part;
 }
 
 int Matrix::strip_code(std::int64_t row, std::int64_t column) const {
@@ -216,10 +216,7 @@ void table_row(const Table& table, std::int64_t row, float* out) {
       break;
     case TableType::int4:
       for (std::int64_t i = 0; i < columns; ++i) {
-        const std::int64_t group = i / int4_group, place = i % int4_group;
-        const int byte = data[group * (int4_group / 2) + place % (int4_group / 2)];
-        const int code = (place < int4_group / 2 ? byte & 15 : byte >> 4) - 8;
-        out[i] = float(code) * table.scales[row * (columns / int4_group) + group];
+        out[i] = float(int4_code(data, i)) * table.scales[row * (columns / int4_group) + i / int4_group];
       }
       break;
     case TableType::i2: {
@@ -233,46 +230,38 @@ void table_row(const Table& table, std::int64_t row, float* out) {
   }
 }
 
-void quantize(const Kernels& kernels, const float* x, Activations& activations) {
-  const Activations& a = activations;
-  const std::int64_t groups = a.scales_a_token();
-  for (std::int64_t t = 0; t < a.tokens && a.group; ++t) {
-    std::int8_t* codes = a.codes + t * a.stride;
-    for (std::int64_t g = 0; g < groups; ++g) {
-      kernels.matmul.quantize_token(x + t * a.columns + g * a.group, a.group, a.group, codes + g * a.group,
-                                    nullptr, a.scales + t * groups + g, a.sums + t * groups + g, nullptr);
-    }
-    std::memset(codes + a.columns, 0, std::size_t(a.stride - a.columns));
-  }
-  for (std::int64_t t = 0; t < a.tokens && !a.group; ++t) {
-    kernels.matmul.quantize_token(x + t * a.columns, a.columns, a.stride, a.codes + t * a.stride,
-                           a.fine ? a.fine + t * a.stride : nullptr, a.scales + t, a.sums + t,
-                           a.fine ? a.fine_sums + t : nullptr);
+void quantize(const Kernels& kernels, const float* x, const Activations& to) {
+  const std::int64_t groups = to.scales_a_token(), columns = to.columns / groups;
+  for (std::int64_t i = 0; i < to.tokens * groups; ++i) {
+    const std::int64_t token = i / groups, column = i % groups * columns, place = token * to.stride + column;
+    const bool is_last = column + columns == to.columns;
+    kernels.matmul.quantize_token(x + i * columns, columns, is_last ? to.stride - column : columns, to.codes + place,
+                                  to.fine ? to.fine + place : nullptr, to.scales + i, to.sums + i,
+                                  to.fine ? to.fine_sums + token : nullptr);
   }
 }
 
-void quantize(const Kernels& kernels, ThreadPool& pool, const float* x,
-              Activations& activations) {
-  const std::int64_t columns = activations.columns;
-  const std::int64_t piece = std::max<std::int64_t>(1, work_per_thread / 4 / columns);
-  pool.parallel_for(activations.tokens, piece, [&](std::int64_t begin, std::int64_t end, int) {
-    Activations part = token_range(activations, begin, end);
-    quantize(kernels, x + begin * columns, part);
+void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, const Activations& to) {
+  const std::int64_t piece = std::max<std::int64_t>(1, work_per_thread / 4 / to.columns);
+  pool.parallel_for(to.tokens, piece, [&](std::int64_t begin, std::int64_t end, int) {
+    quantize(kernels, x + begin * to.columns, to.range(begin, end));
   });
 }
 
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
   bool on_unit = kernels.matmul.tiles_from > 0 && given.tokens >= kernels.matmul.tiles_from;
-  for (int i = 0; i < count; ++i) on_unit = on_unit && is_for_unit(*products[i].matrix);
-  Activations x = on_unit ? arranged(pool, given) : given;
-  for (int i = 0; i < count && !x.quads && !x.tiles; ++i) {
-    const Matrix& matrix = *products[i].matrix;
-    const bool wanted = matrix.format == WeightFormat::lookup && lookup::shape_of(matrix.pattern).neighbours();
-    if (wanted) x.quads = arranged_quads(pool, x);
-  }
+  bool in_quads = false, in_b3_strips = false;
   std::int64_t rows = 0;
-  for (int i = 0; i < count; ++i) rows += products[i].matrix->rows;
+  for (int i = 0; i < count; ++i) {
+    const Matrix& matrix = *products[i].matrix;
+    on_unit &= is_for_unit(matrix);
+    in_quads |= matrix.format == WeightFormat::lookup && lookup::shape_of(matrix.pattern).neighbours();
+    in_b3_strips |= matrix.format == WeightFormat::b3_strips;
+    rows += matrix.rows;
+  }
+  Activations x = on_unit ? arranged(pool, given) : given;
+  if (in_quads && !on_unit) x.quads = arranged_quads(pool, x);
   const std::int64_t work = rows * x.columns * x.tokens;
   const int threads =
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
@@ -282,8 +271,6 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t pieces_a_thread = x.tiles ? is_long ? 2 : 4 : 8;
   const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
-  bool in_b3_strips = false;
-  for (int i = 0; i < count; ++i) in_b3_strips |= products[i].matrix->format == WeightFormat::b3_strips;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
@@ -298,7 +285,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const auto multiply = [&](const Product* product, std::int64_t begin, std::int64_t end) {
     MatmulScratch& scratch = thread_scratch();
     for (std::int64_t t = 0; t < x.tokens; t += tokens_a_call) {
-      const Activations tokens = token_range(x, t, std::min(t + tokens_a_call, x.tokens));
+      const Activations tokens = x.range(t, std::min(t + tokens_a_call, x.tokens));
       float* y = product->y + t * product->y_stride + begin;
       const bool streams = x.tiles && x.tokens * product->y_stride > least_streamed;
       for (int i = has_gate ? 1 : 0; i < (is_gated ? 2 : 1); ++i) {

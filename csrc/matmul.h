@@ -33,6 +33,13 @@ constexpr bool is_ternary(WeightFormat format) { return format != WeightFormat::
 constexpr std::int64_t most_int8_columns = std::int64_t(1) << 17;
 
 constexpr int int4_group = 64;
+// The code of a row at a column.
+constexpr int int4_code(const std::uint8_t* row, std::int64_t index) {
+  constexpr int half = int4_group / 2;
+  const int byte = row[index / int4_group * half + index % half];
+  return (index % int4_group < half ? byte & 15 : byte >> 4) - 8;
+}
+
 constexpr int strip_rows = 16, strip_columns = 16;  // of 64 bytes
 
 enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
@@ -93,6 +100,7 @@ struct Activations {
   const std::uint8_t* sum_tables = nullptr;
 
   std::int64_t scales_a_token() const { return group ? columns / group : 1; }
+  Activations range(std::int64_t begin, std::int64_t end) const;  // tokens [begin, end)
 };
 
 constexpr std::int64_t activation_stride(std::int64_t columns) { return packed::divide_up(columns, 64) * 64; }
@@ -103,10 +111,10 @@ constexpr std::int64_t quad_stride(std::int64_t columns) {
 
 // x [tokens, columns] -> activations (its arrays are the caller's, sizes and strides set). The same
 // bits as ops quantize_int8.
-void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, Activations& activations);
+void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, const Activations& activations);
 
 // The same on the calling thread alone, for use inside a parallel region.
-void quantize(const Kernels& kernels, const float* x, Activations& activations);
+void quantize(const Kernels& kernels, const float* x, const Activations& activations);
 
 // One product of a group that shares its input; the group's rows are shared out over the threads
 // together (q, k and v; gate and up).

@@ -39,11 +39,7 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
       for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(row[begin + i]);
       return;
     case WeightFormat::int4:
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t group = (begin + i) / int4_group, j = (begin + i) % int4_group;
-        const std::uint8_t byte = row[group * (int4_group / 2) + j % (int4_group / 2)];
-        out[i] = std::int8_t((j < int4_group / 2 ? byte & 15 : byte >> 4) - 8);
-      }
+      for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(int4_code(row, begin + i));
       return;
   }
 }
@@ -123,11 +119,7 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
 #if !defined(__x86_64__)
 const SumKernels matmul_sums = {};
 #endif
-const MatmulKernels matmul_generic = {
-    generic_matmul::quantize_token,
-    generic_matmul::sum_groups,
-    generic_matmul::multiply,
-    0,
-};
+const MatmulKernels matmul_generic = {generic_matmul::quantize_token, generic_matmul::sum_groups,
+                                      generic_matmul::multiply, 0};
 
 }  // namespace sparse_bitnet
