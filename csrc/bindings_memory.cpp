@@ -71,15 +71,13 @@ Report repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const Matrix&
   return report(repack(pool, stored, out));
 }
 
-Report load_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& stored, const Table& out) {
+Report fill_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& stored, const Table& out) {
   require(out.rows == stored.rows && out.columns == stored.columns,
           "the table has another shape than the stored one");
-  auto* rows = const_cast<std::uint8_t*>(out.data);
-  if (out.type == stored.type) return report(copy_table(pool, stored, rows, out.row_stride));
-  require(out.type == TableType::int8 || out.type == TableType::int4, "the type is not int8 or int4");
-  require(stored.type != TableType::int8 || stored.scales != nullptr, "int8 without scales");
-  return report(quantize_table(kernels, pool, stored, out.type, rows, out.row_stride,
-                               const_cast<float*>(out.scales)));
+  require(out.type == stored.type || out.type == TableType::int8 || out.type == TableType::int4,
+          "the type is not int8 or int4");
+  require(out.type == stored.type || stored.type != TableType::int8 || stored.scales != nullptr, "int8 without scales");
+  return report(load_table(kernels, pool, stored, out));
 }
 
 }  // namespace
@@ -111,7 +109,7 @@ void bind_memory(nb::module_& module, nb::class_<Kernels>& kernels) {
   module.def("repack", &repack_matrix, "pool"_a, "stored"_a, "out"_a, unlocked,
              "Writes the rows of `out`. Returns the CRC-32 of the stored bytes, whether they could be read, "
              "and why they encode no matrix, or None.");
-  kernels.def("load_table", &load_table, "pool"_a, "stored"_a, "out"_a, unlocked,
+  kernels.def("load_table", &fill_table, "pool"_a, "stored"_a, "out"_a, unlocked,
               "Writes the rows of `out`, copied, or quantised with its scales to int8 or int4. Returns the "
               "CRC-32 of the stored bytes, whether they could be read, and what is wrong with those that were "
               "quantised, or None.");

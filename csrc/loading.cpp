@@ -2,7 +2,6 @@
 #include "loading.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -69,76 +68,25 @@ void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::uin
   }
 }
 
-class Repacking {
- public:
-  Repacking(const StoredMatrix& stored, const Matrix& out)
-      : stored_(stored),
-        out_(out),
-        is_same_(stored.format == StoredFormat::i2 && out.format == WeightFormat::i2 && !out.in_strips()),
-        is_there_(is_same_ && out.data == stored.bytes.data),
-        limit_(stored.pattern) {
-    if (stored.format == StoredFormat::nm_enum || stored.format == StoredFormat::nm_sign) {
-      group_decoder_ = std::make_unique<GroupDecoder>(stored.pattern, stored.columns);
+// Writes row `index` of a matrix of ternary weights.
+void encode(const Matrix& out, std::int64_t index, const std::uint8_t* digits) {
+  auto* to = const_cast<std::uint8_t*>(out.data) + index * out.row_stride;
+  if (out.format == WeightFormat::b3_strips) {
+    b3_strips::encode_row(digits, out.columns, out.group, to - index % b3_strips::rows * (out.row_stride - 1));
+  } else if (out.in_strips()) {
+    to -= index % strip_rows * (out.row_stride - 4);
+    if (out.format == WeightFormat::i2) {
+      encode_strip_row(digits, out.columns, to);
+    } else {
+      lookup::encode_strip_row(digits, out.columns, out.group, to);
     }
+  } else if (out.format == WeightFormat::lookup) {
+    const int in_strip = int(index % lookup::shape_of(out.pattern).rows());
+    lookup::encode_row(out.pattern, digits, out.columns, in_strip, to - in_strip * out.row_stride);
+  } else {
+    encode_i2(digits, out.columns, to);
   }
-
-  const char* row(std::int64_t index, const std::uint8_t* from, std::uint8_t* digits) const {
-    auto* to = const_cast<std::uint8_t*>(out_.data) + index * out_.row_stride;
-    if (is_same_ && !is_there_) std::memcpy(to, from, std::size_t(packed::i2_row_bytes(stored_.columns)));
-    if (is_same_ && limit_.pattern().m == 1) return decode(from, nullptr);
-    const char* damage = decode(from, digits);
-    if (damage != nullptr) return damage;
-    if (out_.pattern.exact && !stored_.pattern.exact && !has_full_groups(digits)) return bad_count;
-    if (out_.in_strips() && out_.format == WeightFormat::b3_strips) {
-      b3_strips::encode_row(digits, stored_.columns, out_.group, to - index % b3_strips::rows * (out_.row_stride - 1));
-    } else if (out_.in_strips()) {
-      to -= index % strip_rows * (out_.row_stride - 4);
-      if (out_.format == WeightFormat::i2) {
-        encode_strip_row(digits, stored_.columns, to);
-      } else {
-        lookup::encode_strip_row(digits, stored_.columns, out_.group, to);
-      }
-    } else if (out_.format == WeightFormat::lookup) {
-      const int in_strip = int(index % lookup::shape_of(out_.pattern).rows());
-      lookup::encode_row(out_.pattern, digits, stored_.columns, in_strip, to - in_strip * out_.row_stride);
-    } else if (!is_same_) {
-      encode_i2(digits, stored_.columns, to);
-    }
-    return nullptr;
-  }
-
- private:
-  const char* decode(const std::uint8_t* from, std::uint8_t* digits) const {
-    const std::int64_t columns = stored_.columns;
-    const char* damage = nullptr;
-    switch (stored_.format) {
-      case StoredFormat::nm_enum:
-      case StoredFormat::nm_sign:
-        return group_decoder_->decode(from, digits);
-      case StoredFormat::i2:
-        damage = decode_i2(from, columns, digits);
-        break;
-      case StoredFormat::b3:
-        damage = decode_b3(from, columns, digits);
-        break;
-    }
-    return damage ? damage : limit_.check(digits, columns);
-  }
-
-  // Of groups with no more than n.
-  bool has_full_groups(const std::uint8_t* digits) const {
-    std::int64_t nonzeros = 0;
-    for (std::int64_t i = 0; i < stored_.columns; ++i) nonzeros += digits[i] != 1;
-    return nonzeros == stored_.columns / limit_.pattern().m * limit_.pattern().n;
-  }
-
-  const StoredMatrix stored_;
-  const Matrix out_;
-  const bool is_same_;   // rows lie as they are stored
-  const bool is_there_;  // and where they are
-  const GroupLimit limit_;
-  std::unique_ptr<GroupDecoder> group_decoder_;
-};
+}
 
 constexpr char not_finite[] = "has values that are not finite";
 
@@ -171,49 +119,67 @@ std::int64_t StoredMatrix::bytes_per_row(StoredFormat format, packed::Pattern pa
 }
 
 Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
-  const Repacking repacking(stored, out);
+  const std::int64_t columns = stored.columns;
+  const std::int64_t row_bytes = StoredMatrix::bytes_per_row(stored.format, stored.pattern, columns);
+  const bool is_i2 = stored.format == StoredFormat::i2, is_b3 = stored.format == StoredFormat::b3;
+  const bool is_copy = is_i2 && out.format == WeightFormat::i2 && !out.in_strips();
+  const bool is_there = is_copy && out.data == stored.bytes.data;
+  const GroupLimit limit(stored.pattern);
+  const packed::Pattern pattern = limit.pattern();
+  const auto groups = is_i2 || is_b3 ? nullptr : std::make_unique<GroupDecoder>(stored.pattern, columns);
+  const bool must_be_full = out.pattern.exact && !stored.pattern.exact;
   // Encoders read padding, and decoders of whole blocks may leave some of it as it is.
-  std::vector<std::vector<std::uint8_t>> digits(
-      std::size_t(pool.threads()),
-      std::vector<std::uint8_t>(std::size_t(digits_size(stored.columns)), 1));
-  return load_rows(pool, stored.bytes, stored.rows,
-                   StoredMatrix::bytes_per_row(stored.format, stored.pattern, stored.columns),
-                   GroupDecoder::slack, [&](std::int64_t row, const std::uint8_t* from, int thread) {
-                     return repacking.row(row, from, digits[std::size_t(thread)].data());
-                   });
+  std::vector<std::vector<std::uint8_t>> memory(std::size_t(pool.threads()),
+                                                std::vector<std::uint8_t>(std::size_t(digits_size(columns)), 1));
+  const auto write = [&](std::int64_t row, const std::uint8_t* from, int thread) -> const char* {
+    if (is_copy && !is_there) {
+      std::memcpy(const_cast<std::uint8_t*>(out.data) + row * out.row_stride, from, std::size_t(row_bytes));
+    }
+    if (is_copy && pattern.m == 1) return decode_i2(from, columns, nullptr);
+    std::uint8_t* digits = memory[std::size_t(thread)].data();
+    const char* damage = groups  ? groups->decode(from, digits)
+                         : is_i2 ? decode_i2(from, columns, digits)
+                                 : decode_b3(from, columns, digits);
+    if (damage == nullptr && !groups) damage = limit.check(digits, columns);
+    if (damage != nullptr) return damage;
+    if (must_be_full) {
+      std::int64_t nonzeros = 0;
+      for (std::int64_t i = 0; i < columns; ++i) nonzeros += digits[i] != 1;
+      if (nonzeros < columns / pattern.m * pattern.n) return bad_count;
+    }
+    if (!is_copy) encode(out, row, digits);
+    return nullptr;
+  };
+  return load_rows(pool, stored.bytes, stored.rows, row_bytes, GroupDecoder::slack, write);
 }
 
-Loaded copy_table(ThreadPool& pool, const StoredTable& table, std::uint8_t* out, std::int64_t row_stride) {
-  const std::int64_t row_bytes = Table::bytes_per_row(table.type, table.columns);
-  return load_rows(pool, table.bytes, table.rows, row_bytes, 0,
-                   [&](std::int64_t row, const std::uint8_t* from, int) -> const char* {
-                     if (out != table.bytes.data) std::memcpy(out + row * row_stride, from, std::size_t(row_bytes));
-                     return all_finite(table.type, from, table.columns) ? nullptr : not_finite;
-                   });
-}
-
-Loaded quantize_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, TableType type,
-                      std::uint8_t* out, std::int64_t row_stride, float* scales) {
-  const std::int64_t columns = table.columns, groups = columns / int4_group;
-  const bool is_half = table.type == TableType::bfloat16;
-  std::vector<std::vector<float>> floats(std::size_t(pool.threads()),
-                                         std::vector<float>(std::size_t(columns)));
-  auto work = [&](std::int64_t row, const std::uint8_t* from, int thread) -> const char* {
-    std::uint8_t* to = out + row * row_stride;
-    float* values = floats[std::size_t(thread)].data();
-    const float* scale = table.scales ? table.scales + row : nullptr;
-    if (type == TableType::int4 || !is_half) table_row({table.type, 1, columns, 0, from, scale}, 0, values);
-    if (type == TableType::int8) {
+Loaded load_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& stored, const Table& out) {
+  const std::int64_t columns = stored.columns, row_bytes = Table::bytes_per_row(stored.type, columns);
+  const bool is_copy = out.type == stored.type, is_half = stored.type == TableType::bfloat16;
+  const bool is_int8 = out.type == TableType::int8;
+  const std::int64_t groups = is_int8 ? 1 : columns / int4_group;
+  std::vector<std::vector<float>> floats(std::size_t(pool.threads()), std::vector<float>(is_copy ? 0 : columns));
+  const auto write = [&](std::int64_t row, const std::uint8_t* from, int thread) -> const char* {
+    auto* to = const_cast<std::uint8_t*>(out.data) + row * out.row_stride;
+    if (is_copy) {
+      if (out.data != stored.bytes.data) std::memcpy(to, from, std::size_t(row_bytes));
+      return all_finite(stored.type, from, columns) ? nullptr : not_finite;
+    }
+    float *values = floats[std::size_t(thread)].data(), *scales = const_cast<float*>(out.scales) + row * groups;
+    const float* stored_scale = stored.scales ? stored.scales + row : nullptr;
+    if (!is_int8 || !is_half) table_row({stored.type, 1, columns, 0, from, stored_scale}, 0, values);
+    if (is_int8) {
       kernels.vector.quantize_int8(is_half ? static_cast<const void*>(from) : values,
                                    is_half ? Dtype::bfloat16 : Dtype::float32, 1, columns,
-                                   reinterpret_cast<std::int8_t*>(to), scales + row);
-      return std::isfinite(scales[row]) ? nullptr : not_finite;
+                                   reinterpret_cast<std::int8_t*>(to), scales);
+    } else if (all_finite(TableType::float32, values, columns)) {
+      kernels.vector.quantize_int4(values, groups, to, scales);
+    } else {
+      return not_finite;
     }
-    if (!all_finite(TableType::float32, values, columns)) return not_finite;
-    kernels.vector.quantize_int4(values, groups, to, scales + row * groups);
-    return all_finite(TableType::float32, scales + row * groups, groups) ? nullptr : not_finite;
+    return all_finite(TableType::float32, scales, groups) ? nullptr : not_finite;
   };
-  return load_rows(pool, table.bytes, table.rows, Table::bytes_per_row(table.type, columns), 0, work);
+  return load_rows(pool, stored.bytes, stored.rows, row_bytes, 0, write);
 }
 
 }  // namespace sparse_bitnet

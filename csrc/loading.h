@@ -43,13 +43,9 @@ struct StoredTable {
   const float* scales;  // [rows] of int8
 };
 
-// Copies rows unchanged, `row_stride` bytes apart.
-Loaded copy_table(ThreadPool& pool, const StoredTable& table, std::uint8_t* out, std::int64_t row_stride);
-
-// To TableType::int8 (scales [rows], as the op quantize_int8) or int4 (scales
-// [rows, columns / 64], columns a multiple of 64; of several scales for a group the one with the
-// least squared error). The same bits for every thread count and instruction set.
-Loaded quantize_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& table, TableType type,
-                      std::uint8_t* out, std::int64_t row_stride, float* scales);
+// Writes the rows of `out`: copied where the types are the same, or to int8 (scales [rows], as the op quantize_int8) or
+// int4 (scales [rows, columns / 64], columns a multiple of 64; of several scales for a group the one with the least
+// squared error). The same bits for every thread count and instruction set.
+Loaded load_table(const Kernels& kernels, ThreadPool& pool, const StoredTable& stored, const Table& out);
 
 }  // namespace sparse_bitnet

@@ -72,9 +72,9 @@ class Loader {
     const std::int64_t stride = aligned(columns);
     auto* scales = reinterpret_cast<float*>(room(4 * rows));
     std::uint8_t* place = room(rows * stride);
-    const StoredTable source = {type, rows, columns, {nullptr, descriptor_, offset}, nullptr};
-    check(quantize_table(kernels_, pool_, source, TableType::int8, place, stride, scales));
-    return {TableType::int8, rows, columns, stride, place, scales};
+    const Table out = {TableType::int8, rows, columns, stride, place, scales};
+    check(load_table(kernels_, pool_, {type, rows, columns, {nullptr, descriptor_, offset}, nullptr}, out));
+    return out;
   }
 
  private:
