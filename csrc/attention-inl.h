@@ -82,15 +82,15 @@ TARGET static void multiply_rows(int rows, const float* a, std::int64_t a_stride
            ahead)
 }
 
-// Scores of keys outside [first, visible) become minus infinity.
-INLINE void hide(Floats* score, std::int64_t first, std::int64_t visible) {
+// Lanes of keys outside [first, visible) become minus infinity.
+INLINE void mask_outside(Floats* of_page, std::int64_t first, std::int64_t visible) {
   if (visible >= page_tokens && first <= 0) return;
   Ints number;
   UNROLL for (int i = 0; i < width; ++i) number[i] = i;
   UNROLL for (int v = 0; v < page_tokens / width; ++v) {
     const Ints key = number + std::int32_t(v * width);
     const Ints seen = (key < std::int32_t(visible)) & (key >= std::int32_t(first));
-    score[v] = choose(seen, score[v], splat(-__builtin_inff()));
+    of_page[v] = choose(seen, of_page[v], splat(-__builtin_inff()));
   }
 }
 
@@ -104,7 +104,7 @@ INLINE auto largest_of_page(const V* of) {
 // The running maxima of rows, given their largest scores against a page. `factor` rescales earlier sums;
 // `part`, if not null, rescales sums relative to the page's largest score. All rows are computed at once:
 // one after another, each would wait for its power.
-struct Advance {
+struct RunningMaximum {
   float largest[score_rows], factor[score_rows];
 
   TARGET void run(int rows, float* maximum, float* part = nullptr) {
@@ -147,7 +147,7 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
                                const void* next_keys, std::int64_t first, int rows) {
   const std::int64_t padded = padded_dim(work.head_dim);
   alignas(64) float scores[score_rows * page_tokens];
-  Advance advance;
+  RunningMaximum maxima;
   const int blocks = int(packed::divide_up(rows, tile_rows));
   const std::ptrdiff_t to_values = reinterpret_cast<const char*>(values) -
                                    reinterpret_cast<const char*>(keys);
@@ -165,11 +165,11 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
     Floats score[vectors];
     float* of = scores + r * page_tokens;
     UNROLL for (int v = 0; v < vectors; ++v) score[v] = load_floats(of + v * width);
-    hide(score, first_seen(work, first + r), keys_seen(work, first + r));
+    mask_outside(score, first_seen(work, first + r), keys_seen(work, first + r));
     UNROLL for (int v = 0; v < vectors; ++v) store(of + v * width, score[v]);
-    advance.largest[r] = largest_of_page(score);
+    maxima.largest[r] = largest_of_page(score);
   }
-  advance.run(rows, work.state.maximum + first);
+  maxima.run(rows, work.state.maximum + first);
   for (int r = 0; r < rows; ++r) {
     Floats added[sum_vectors] = {};
     UNROLL for (int v = 0; v < vectors; ++v) {
@@ -178,53 +178,46 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
       added[v % sum_vectors] += probability;
       store(score, probability);
     }
-    add_to_sum(work.state.sum + (first + r) * sum_lanes, advance.factor[r], added);
+    add_to_sum(work.state.sum + (first + r) * sum_lanes, maxima.factor[r], added);
   }
   for (int b = 0; b < blocks; ++b) {
     const int begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
     // Later values may never have been written.
     const std::int64_t seen = keys_seen(work, first + begin + count - 1);
     multiply_rows<T>(count, scores + begin * page_tokens, page_tokens, values, padded, seen,
-                     work.state.out + (first + begin) * padded, padded, padded, advance.factor + begin,
+                     work.state.out + (first + begin) * padded, padded, padded, maxima.factor + begin,
                      to_next);
   }
 }
 
 // Rows of the first tokens may see nothing of a page that later ones see.
-INLINE std::int64_t hidden_rows(const PageAttention& work) {
+INLINE std::int64_t masked_rows(const PageAttention& work) {
   return work.visible >= 1 ? 0 : (1 - work.visible) * work.group;
 }
 
 template <class T>
 TARGET static void attend_page(const PageAttention& work) {
-  const T* keys = static_cast<const T*>(work.page.keys);
-  const T* values = static_cast<const T*>(work.page.values);
-  const std::int64_t hidden = hidden_rows(work);
-  if (sizeof(T) < sizeof(float) && work.rows - hidden >= rows_to_widen) {
-    const std::int64_t key_count = page_tokens * work.head_dim;
-    const std::int64_t value_count = page_tokens * padded_dim(work.head_dim);
-    float* wide_values = work.wide + value_count;
-    const T* next_keys = static_cast<const T*>(work.next_keys);
-    for (std::int64_t i = 0; i < key_count; i += width) {
-      __builtin_prefetch(values + i);
-      store(work.wide + i, load_floats(keys + i));
-    }
-    for (std::int64_t i = 0; i < value_count; i += width) {
-      __builtin_prefetch(next_keys + i);
-      store(wide_values + i, load_floats(values + i));
-    }
+  const std::int64_t hidden = masked_rows(work);
+  const auto attend = [&](const auto* keys, const auto* values, const void* next_keys) TARGET {
     for (std::int64_t row = hidden; row < work.rows; row += score_rows) {
       const std::int64_t left = work.rows - row;
-      attend_rows<float>(work, work.wide, wide_values, work.wide, row,
-                         int(left < score_rows ? left : score_rows));
+      attend_rows(work, keys, values, next_keys, row, int(left < score_rows ? left : score_rows));
     }
-    return;
-  }
-  for (std::int64_t row = hidden; row < work.rows; row += score_rows) {
-    const std::int64_t left = work.rows - row;
-    attend_rows<T>(work, keys, values, work.next_keys, row,
-                   int(left < score_rows ? left : score_rows));
-  }
+  };
+  const T *keys = static_cast<const T*>(work.page.keys), *values = static_cast<const T*>(work.page.values);
+  if (sizeof(T) == sizeof(float) || work.rows - hidden < rows_to_widen) return attend(keys, values, work.next_keys);
+  const T* next_keys = static_cast<const T*>(work.next_keys);
+  const std::int64_t value_count = page_tokens * padded_dim(work.head_dim);
+  float *wide_keys = work.wide, *wide_values = work.wide + value_count;
+  const auto widen = [](const T* from, const T* ahead, std::int64_t count, float* to) TARGET {
+    for (std::int64_t i = 0; i < count; i += width) {
+      __builtin_prefetch(ahead + i);
+      store(to + i, load_floats(from + i));
+    }
+  };
+  widen(keys, values, page_tokens * work.head_dim, wide_keys);
+  widen(values, next_keys, value_count, wide_values);
+  attend(wide_keys, wide_values, wide_keys);
 }
 
 // a [count] = a * keep + b * add, count a multiple of sum_lanes.

@@ -2,15 +2,13 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <numeric>
 
 namespace sparse_bitnet {
 namespace {
 
-// A row that has seen nothing: no score is so small, and e^(this - score) is zero.
-constexpr float nothing_seen = -1e30f;
+// Maximum of a row that has seen no key: no score is so small, and 2^(this - score) is zero.
+constexpr float least_score = -1e30f;
 
 // Segments of at most so many rows have their chunks shared out over the threads.
 constexpr std::int64_t most_rows_in_chunks = 64;
@@ -23,8 +21,8 @@ constexpr std::int64_t work_for_threads = 1500;
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
-                             std::int64_t head_dim, int threads)
+AttentionPlan::AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
+                             int threads)
     : cache_(cache),
       group_(heads / kv_heads),
       kv_heads_(kv_heads),
@@ -65,11 +63,10 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
       if (rows <= most_rows_in_chunks) {
         const std::int64_t chunks = packed::divide_up(pages, chunk_pages);
         largest_rows = std::max(largest_rows, rows);
-        if (chunks > 1) merges_.push_back({chunks, states, nullptr});
+        if (chunks > 1) merges_.push_back({chunks, states});
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
           const std::int64_t first = chunk * chunk_pages;
-          tasks_.push_back({s, head, 0, segment.count, first,
-                            std::min(chunk_pages, pages - first),
+          tasks_.push_back({s, head, 0, segment.count, first, std::min(chunk_pages, pages - first),
                             chunks > 1 ? std::int64_t(merges_.size()) - 1 : -1, chunk});
         }
         if (chunks > 1) states += chunks * state_floats(rows);
@@ -87,11 +84,7 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
     return a.page_count * a.tokens > b.page_count * b.tokens;
   });
   if (std::int64_t(states_.size()) < states) states_.resize(states);
-  if (left_capacity_ < std::int64_t(merges_.size())) {
-    left_.reset(new std::atomic<std::int64_t>[merges_.size()]);
-    left_capacity_ = std::int64_t(merges_.size());
-  }
-  for (std::size_t i = 0; i < merges_.size(); ++i) merges_[i].left = &left_[i];
+  while (left_.size() < merges_.size()) left_.emplace_back();
   const std::int64_t scratch =
       query_floats(largest_rows) + 2 * page_tokens * padded_ + 2 * state_floats(largest_rows);
   for (AlignedVector<float>& memory : scratch_) {
@@ -99,56 +92,46 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
   }
 }
 
-void AttentionPlan::run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer,
-                        std::int64_t window, const float* queries, float* out,
-                        std::int64_t stride) {
-  for (Merge& merge : merges_) merge.left->store(merge.chunks, std::memory_order_relaxed);
-  const std::int64_t count = std::int64_t(tasks_.size());
-  pool.parallel_for(count, work_ < work_for_threads ? count : 1,
-                    [&](std::int64_t begin, std::int64_t end, int thread) {
-                      for (std::int64_t t = begin; t < end; ++t) {
-                        run_task(kernels, tasks_[t], layer, window, queries, out, stride, thread);
-                      }
-                    });
+void AttentionPlan::run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer, std::int64_t window,
+                        const float* queries, float* out, std::int64_t stride) {
+  const Call call = {kernels, layer, window, queries, out, stride};
+  for (std::size_t i = 0; i < merges_.size(); ++i) left_[i].store(merges_[i].chunks, std::memory_order_relaxed);
+  const std::int64_t count = std::int64_t(tasks_.size()), piece = work_ < work_for_threads ? count : 1;
+  pool.parallel_for(count, piece, [&](std::int64_t begin, std::int64_t end, int thread) {
+    for (std::int64_t t = begin; t < end; ++t) run_task(call, tasks_[t], thread);
+  });
 }
 
-void AttentionPlan::run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
-                             std::int64_t window, const float* queries, float* out,
-                             std::int64_t stride, int thread) {
+void AttentionPlan::run_task(const Call& call, const Task& task, int thread) {
   const Segment& segment = segments_[task.segment];
   const std::int64_t rows = task.tokens * group_;
   float* scratch = scratch_[thread].data();
   for (std::int64_t token = 0; token < task.tokens; ++token) {
-    const std::int64_t from = (segment.first_row + task.token + token) * stride +
-                              task.kv_head * group_ * head_dim_;
-    std::memcpy(scratch + token * group_ * head_dim_, queries + from,
-                group_ * head_dim_ * sizeof(float));
+    const std::int64_t from = (segment.first_row + task.token + token) * call.stride + task.kv_head * group_ * head_dim_;
+    std::copy_n(call.queries + from, group_ * head_dim_, scratch + token * group_ * head_dim_);
   }
-  if (has_codes(cache_.type())) quantize_queries(kernels, rows, scratch);
-  float* states = scratch + query_floats(rows) + 2 * page_tokens * padded_;
-  const AttentionState own = state_at(states, rows);
+  if (has_codes(cache_.type())) quantize_queries(call.kernels, rows, scratch);
   if (task.merge < 0) {
+    float* states = scratch + query_floats(rows) + 2 * page_tokens * padded_;
+    const AttentionState own = state_at(states, rows), next = state_at(states + state_floats(rows), rows);
     for (std::int64_t first = 0; first < task.page_count; first += chunk_pages) {
-      const AttentionState part =
-          first == 0 ? own : state_at(states + state_floats(rows), rows);
-      attend_pages(kernels, task, layer, window, first,
-                   std::min(chunk_pages, task.page_count - first), scratch, part);
-      if (first > 0) kernels.merge(own, part, rows, padded_);
+      attend_pages(call, task, first, std::min(chunk_pages, task.page_count - first), scratch, first == 0 ? own : next);
+      if (first > 0) call.kernels.merge(own, next, rows, padded_);
     }
-    write_rows(kernels, task, own, out, stride);
+    write_rows(call, task, own);
     return;
   }
   const Merge& merge = merges_[task.merge];
-  float* merged = states_.data() + merge.first_state;
-  attend_pages(kernels, task, layer, window, task.first_page, task.page_count, scratch,
-               state_at(merged + task.chunk * state_floats(rows), rows));
-  // Whoever is last merges, in the order of the chunks.
-  if (merge.left->fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-  const AttentionState all = state_at(merged, rows);
+  const auto chunk_state = [&](std::int64_t chunk) {
+    return state_at(states_.data() + merge.first_state + chunk * state_floats(rows), rows);
+  };
+  attend_pages(call, task, task.first_page, task.page_count, scratch, chunk_state(task.chunk));
+  // The last task to finish merges, in the order of the chunks.
+  if (left_[task.merge].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   for (std::int64_t chunk = 1; chunk < merge.chunks; ++chunk) {
-    kernels.merge(all, state_at(merged + chunk * state_floats(rows), rows), rows, padded_);
+    call.kernels.merge(chunk_state(0), chunk_state(chunk), rows, padded_);
   }
-  write_rows(kernels, task, all, out, stride);
+  write_rows(call, task, chunk_state(0));
 }
 
 AttentionPlan::QueryCodes AttentionPlan::codes_of(float* scratch, std::int64_t rows) const {
@@ -157,52 +140,45 @@ AttentionPlan::QueryCodes AttentionPlan::codes_of(float* scratch, std::int64_t r
   return {reinterpret_cast<std::int8_t*>(sums + rows), scales, sums};
 }
 
-void AttentionPlan::quantize_queries(const VectorKernels& kernels, std::int64_t rows,
-                                     float* scratch) const {
+void AttentionPlan::quantize_queries(const VectorKernels& kernels, std::int64_t rows, float* scratch) const {
   const QueryCodes queries = codes_of(scratch, rows);
   const std::int64_t stride = four_dim(head_dim_);
   std::fill_n(queries.codes, rows * stride, std::int8_t(0));
   for (std::int64_t row = 0; row < rows; ++row) {
+    float* query = scratch + row * head_dim_;
     std::int8_t* codes = queries.codes + row * stride;
-    if (cache_.type() == CacheType::int4) spread(kernels, scratch + row * head_dim_, head_dim_);
-    kernels.quantize_int8(scratch + row * head_dim_, Dtype::float32, 1, head_dim_, codes,
-                          queries.scales + row);
+    if (cache_.type() == CacheType::int4) hadamard_head(kernels, query, head_dim_);
+    kernels.quantize_int8(query, Dtype::float32, 1, head_dim_, codes, queries.scales + row);
     queries.sums[row] = std::accumulate(codes, codes + stride, 0);
   }
 }
 
-void AttentionPlan::attend_pages(const VectorKernels& kernels, const Task& task,
-                                 std::int64_t layer, std::int64_t window, std::int64_t first,
-                                 std::int64_t count, float* scratch,
-                                 const AttentionState& state) const {
+void AttentionPlan::attend_pages(const Call& call, const Task& task, std::int64_t first, std::int64_t count,
+                                 float* scratch, const AttentionState& state) const {
   const std::int64_t rows = task.tokens * group_;
-  std::fill_n(state.maximum, rows, nothing_seen);
+  std::fill_n(state.maximum, rows, least_score);
   std::fill_n(state.sum, rows * sum_lanes, 0.0f);
   std::fill_n(state.out, rows * padded_, 0.0f);
   const QueryCodes queries = codes_of(scratch, rows);
   const std::int32_t* pages = pages_[task.segment];
   const std::int64_t position = segments_[task.segment].position + task.token;
   // What is before the first token's window, later tokens do not see either: nothing would be added.
-  const std::int64_t seen = std::max<std::int64_t>(position + 1 - window, 0) / page_tokens;
+  const std::int64_t seen = std::max<std::int64_t>(position + 1 - call.window, 0) / page_tokens;
   for (std::int64_t page = std::max(first, seen); page < first + count; ++page) {
-    const PageView view = cache_.view(pages[page], layer, task.kv_head);
-    const bool is_last = page + 1 == first + count;
-    const PageView next = is_last ? view : cache_.view(pages[page + 1], layer, task.kv_head);
-    kernels.attend({cache_.type(), head_dim_, rows, group_, position + 1 - page * page_tokens,
-                    window, scratch, queries.codes, queries.scales, queries.sums, view, next.keys,
-                    scratch + query_floats(rows), state});
+    const auto view = [&](std::int64_t at) { return cache_.view(pages[at], call.layer, task.kv_head); };
+    call.kernels.attend({cache_.type(), head_dim_, rows, group_, position + 1 - page * page_tokens, call.window, scratch,
+                         queries.codes, queries.scales, queries.sums, view(page),
+                         view(std::min(page + 1, first + count - 1)).keys, scratch + query_floats(rows), state});
   }
 }
 
-void AttentionPlan::write_rows(const VectorKernels& kernels, const Task& task,
-                               const AttentionState& state, float* out,
-                               std::int64_t stride) const {
+void AttentionPlan::write_rows(const Call& call, const Task& task, const AttentionState& state) const {
   for (std::int64_t row = 0; row < task.tokens * group_; ++row) {
     const std::int64_t token = segments_[task.segment].first_row + task.token + row / group_;
     const std::int64_t head = task.kv_head * group_ + row % group_;
-    float* to = out + token * stride + head * head_dim_;
-    kernels.finish(state, row, head_dim_, to);
-    if (cache_.type() == CacheType::int4) spread(kernels, to, head_dim_);
+    float* to = call.out + token * call.stride + head * head_dim_;
+    call.kernels.finish(state, row, head_dim_, to);
+    if (cache_.type() == CacheType::int4) hadamard_head(call.kernels, to, head_dim_);
   }
 }
 

@@ -11,7 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
+#include <deque>
 #include <vector>
 
 #include "aligned_vector.h"
@@ -53,7 +53,7 @@ struct PageAttention {
 // A head times the Hadamard matrix of each run of 2^k numbers, k as large as divides n; its own inverse. With
 // int4 queries, keys and values are multiplied so, and the output again: no product changes, but a few
 // large numbers of a head, which would take the scale from the others, become many small ones.
-inline void spread(const VectorKernels& kernels, float* head, std::int64_t n) {
+inline void hadamard_head(const VectorKernels& kernels, float* head, std::int64_t n) {
   kernels.hadamard(head, nullptr, nullptr, n, n & -n);
 }
 
@@ -68,8 +68,7 @@ struct Segment {
 // The tasks of one batch, the same for every layer.
 class AttentionPlan {
  public:
-  AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads,
-                std::int64_t head_dim, int threads);
+  AttentionPlan(const KvCache& cache, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim, int threads);
 
   void set(const Segment* segments, std::int64_t count);
 
@@ -88,23 +87,28 @@ class AttentionPlan {
   struct Task {
     std::int64_t segment, kv_head, token, tokens;
     std::int64_t first_page, page_count;
-    std::int64_t merge;  // index in merges_, -1: the task is alone
+    std::int64_t merge;  // index in merges_ and left_, -1: the task is alone
     std::int64_t chunk;  // of those to be merged
   };
   struct Merge {
     std::int64_t chunks, first_state;  // states_ of its chunks, one after the other
-    std::atomic<std::int64_t>* left;
   };
 
-  void run_task(const VectorKernels& kernels, const Task& task, std::int64_t layer,
-                std::int64_t window, const float* queries, float* out, std::int64_t stride, int thread);
+  // What the tasks of one call of `run` share.
+  struct Call {
+    const VectorKernels& kernels;
+    std::int64_t layer, window;
+    const float* queries;
+    float* out;
+    std::int64_t stride;
+  };
+
+  void run_task(const Call& call, const Task& task, int thread);
   QueryCodes codes_of(float* scratch, std::int64_t rows) const;
   void quantize_queries(const VectorKernels& kernels, std::int64_t rows, float* scratch) const;
-  void attend_pages(const VectorKernels& kernels, const Task& task, std::int64_t layer,
-                    std::int64_t window, std::int64_t first, std::int64_t count, float* scratch,
+  void attend_pages(const Call& call, const Task& task, std::int64_t first, std::int64_t count, float* scratch,
                     const AttentionState& state) const;
-  void write_rows(const VectorKernels& kernels, const Task& task, const AttentionState& state,
-                  float* out, std::int64_t stride) const;
+  void write_rows(const Call& call, const Task& task, const AttentionState& state) const;
   AttentionState state_at(float* memory, std::int64_t rows) const;
   std::int64_t state_floats(std::int64_t rows) const;
   std::int64_t query_floats(std::int64_t rows) const;
@@ -115,8 +119,7 @@ class AttentionPlan {
   std::vector<const std::int32_t*> pages_;
   std::vector<Task> tasks_;
   std::vector<Merge> merges_;
-  std::unique_ptr<std::atomic<std::int64_t>[]> left_;
-  std::int64_t left_capacity_ = 0;
+  std::deque<std::atomic<std::int64_t>> left_;  // of each merge
   AlignedVector<float> states_;
   std::vector<AlignedVector<float>> scratch_;  // per thread: queries and their codes, a page in floats, two states
   std::int64_t work_ = 0;                    // rows times keys

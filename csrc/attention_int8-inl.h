@@ -68,9 +68,7 @@ INLINE void score_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t
   multiply_codes<ROWS, VECTORS, true>(work.queries, stride, work.query_sums, work.keys + 4 * column,
                                       4 * page_tokens, stride / 4, ahead, sum);
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    UNROLL for (int v = 0; v < VECTORS; ++v) {
-      store(work.scores + r * page_tokens + column + v * width, sum[r][v]);
-    }
+    UNROLL for (int v = 0; v < VECTORS; ++v) store(work.scores + r * page_tokens + column + v * width, sum[r][v]);
   }
 }
 
@@ -88,9 +86,7 @@ INLINE void value_tile(const Int8Rows& work, std::int64_t column, std::ptrdiff_t
                                        work.values + 4 * column, 4 * work.padded,
                                        work.seen < quarter ? work.seen : quarter, ahead, sum);
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    UNROLL for (int v = 0; v < VECTORS; ++v) {
-      add_values(work, r, column + v * width, sum[r][v]);
-    }
+    UNROLL for (int v = 0; v < VECTORS; ++v) add_values(work, r, column + v * width, sum[r][v]);
   }
 }
 
@@ -125,7 +121,7 @@ INLINE ValueScales value_scales_of(const PageView& page, std::int64_t first, std
   UNROLL for (int v = 0; v < page_tokens / width; ++v) {
     scales.over_largest[v] = load_floats(page.value_scales + v * width);
   }
-  hide(scales.over_largest, first, visible);
+  mask_outside(scales.over_largest, first, visible);
   UNROLL for (int v = 0; v < page_tokens / width; ++v) bits[v] = bit_cast<Ints>(scales.over_largest[v]);
   scales.largest = larger(splat(1e-30f), bit_cast<Floats>(splat(largest_of_page(bits))))[0];
   UNROLL for (int v = 0; v < page_tokens / width; ++v) {
@@ -134,7 +130,7 @@ INLINE ValueScales value_scales_of(const PageView& page, std::int64_t first, std
   return scales;
 }
 
-INLINE void ask_for(const std::int8_t* from, std::int64_t bytes) {
+INLINE void prefetch_range(const std::int8_t* from, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
@@ -182,15 +178,15 @@ INLINE float scale_scores(const PageAttention& work, std::int64_t row, std::int3
     const Floats scale = load_floats(work.page.key_scales + v * width) * work.query_scales[row];
     score[v] = __builtin_convertvector(load<Ints>(scores + v * width), Floats) * scale;
   }
-  hide(score, first_seen(work, row), keys_seen(work, row));
+  mask_outside(score, first_seen(work, row), keys_seen(work, row));
   UNROLL for (int v = 0; v < page_tokens / width; ++v) store(scores + v * width, score[v]);
   return largest_of_page(score);
 }
 
 // Scores in floats -> probabilities relative to the page's largest, times the values' scales, as codes. Adds them
 // to `added`, without the scales.
-INLINE void soften(const std::int32_t* scores, float largest, const ValueScales& values, std::int8_t* codes,
-                   Floats* added) {
+INLINE void probability_codes(const std::int32_t* scores, float largest, const ValueScales& values,
+                              std::int8_t* codes, Floats* added) {
   constexpr int vectors = page_tokens / width;
   Ints code[vectors];
   UNROLL for (int v = 0; v < vectors; ++v) {
@@ -205,20 +201,11 @@ INLINE void soften(const std::int32_t* scores, float largest, const ValueScales&
   }
 }
 
-// The same, starting at a later row; `seen` of its keys are used.
+// The operands of the rows from `row` on; `seen` of the page's keys are used.
 INLINE Int8Rows rows_from(const Int8Rows& work, int row, std::int64_t seen) {
-  return {work.keys,
-          work.values,
-          work.queries + row * four_dim(work.head_dim),
-          work.query_sums + row,
-          work.scores + row * page_tokens,
-          work.probabilities + row * page_tokens,
-          work.factors + row,
-          work.scales + row,
-          work.out + row * work.padded,
-          work.head_dim,
-          work.padded,
-          seen};
+  return {work.keys, work.values, work.queries + row * four_dim(work.head_dim), work.query_sums + row,
+          work.scores + row * page_tokens, work.probabilities + row * page_tokens, work.factors + row,
+          work.scales + row, work.out + row * work.padded, work.head_dim, work.padded, seen};
 }
 
 // `unit`: the matrix unit, or null if it must not be used.
@@ -227,27 +214,18 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
   alignas(64) std::int32_t scores[score_rows * page_tokens];
   alignas(64) std::int8_t probabilities[score_rows * page_tokens];
   float scales[score_rows], part[score_rows];
-  Advance advance;
+  RunningMaximum maxima;
   const std::int64_t padded = padded_dim(work.head_dim);
   const std::int8_t* keys = static_cast<const std::int8_t*>(work.page.keys);
   const std::int8_t* values = static_cast<const std::int8_t*>(work.page.values);
   const std::ptrdiff_t to_next = static_cast<const std::int8_t*>(work.next_keys) - values;
-  const Int8Rows all = {keys,
-                        values,
-                        work.query_codes + first * four_dim(work.head_dim),
-                        work.query_sums + first,
-                        scores,
-                        probabilities,
-                        advance.factor,
-                        scales,
-                        work.state.out + first * padded,
-                        work.head_dim,
-                        padded,
-                        0};
+  const Int8Rows all = {keys, values, work.query_codes + first * four_dim(work.head_dim), work.query_sums + first,
+                        scores, probabilities, maxima.factor, scales, work.state.out + first * padded,
+                        work.head_dim, padded, 0};
   const int on_unit = unit ? rows / unit_tile * unit_tile : 0;  // the first ones
   if constexpr (Unit::is_there) {
     if (on_unit) {
-      ask_for(values, page_tokens * padded);
+      prefetch_range(values, page_tokens * padded);
       unit_scores(*unit, rows_from(all, 0, keys_seen(work, first + on_unit - 1)), on_unit);
     }
   }
@@ -258,9 +236,9 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
     FOR_ROWS(score_rows_of, end - begin, some, values - keys)
   }
   for (int r = 0; r < rows; ++r) {
-    advance.largest[r] = scale_scores(work, first + r, scores + r * page_tokens);
+    maxima.largest[r] = scale_scores(work, first + r, scores + r * page_tokens);
   }
-  advance.run(rows, work.state.maximum + first, part);
+  maxima.run(rows, work.state.maximum + first, part);
   const ValueScales whole = value_scales_of(work.page, 0, page_tokens);
   for (int r = 0; r < rows; ++r) {
     const std::int64_t hidden = first_seen(work, first + r), seen = keys_seen(work, first + r);
@@ -271,14 +249,14 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
       values = &own;
     }
     Floats added[sum_vectors] = {};
-    soften(scores + r * page_tokens, advance.largest[r], *values, probabilities + r * page_tokens, added);
+    probability_codes(scores + r * page_tokens, maxima.largest[r], *values, probabilities + r * page_tokens, added);
     UNROLL for (Floats& sum : added) sum *= part[r];
-    add_to_sum(work.state.sum + (first + r) * sum_lanes, advance.factor[r], added);
+    add_to_sum(work.state.sum + (first + r) * sum_lanes, maxima.factor[r], added);
     scales[r] = part[r] * values->largest / 127.0f;
   }
   if constexpr (Unit::is_there) {
     if (on_unit) {
-      ask_for(values + to_next, page_tokens * four_dim(work.head_dim));
+      prefetch_range(values + to_next, page_tokens * four_dim(work.head_dim));
       unit_values(*unit, all, on_unit);
     }
   }
@@ -297,7 +275,7 @@ TARGET static void attend(const PageAttention& work) {
     case CacheType::int8: break;
     case CacheType::int4: return attend<Unit>(unpacked(work));
   }
-  const std::int64_t hidden = hidden_rows(work);
+  const std::int64_t hidden = masked_rows(work);
   Unit unit;
   Unit* used = nullptr;
   if constexpr (Unit::is_there) {

@@ -54,8 +54,8 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t tokens) 
       float *key = keys + token * kv_width + head * head_dim, *value = values + (key - keys);
       turn(key, block.k_norm, 1.0f);
       if (cache.type() == CacheType::int4) {
-        spread(kernels.vector, key, head_dim);
-        spread(kernels.vector, value, head_dim);
+        hadamard_head(kernels.vector, key, head_dim);
+        hadamard_head(kernels.vector, value, head_dim);
       }
       kernels.vector.append(cache.type(), cache.view(page, block.of_kind, head), position % page_tokens, key, value,
                        head_dim);
