@@ -37,22 +37,22 @@ void Decoder::State::rotate_and_append(const Block& block, std::int64_t tokens) 
     const std::int64_t position = segment.position + token - segment.first_row;
     const float* cosine = &rotation.cosines[position * half];
     const float* sine = &rotation.sines[position * half];
-    const auto turn = [&](float* head, const float* norm, float scale) {
-      const bool is_last = norm && model.norms_rotated;
+    const auto rotate = [&](float* head, const float* head_norm, float scale) {
+      const bool is_last = head_norm && model.norms_rotated;
       if (is_last) kernels.vector.rotate(head, cosine, sine, half, 1.0f);
-      if (norm) kernels.vector.add_and_norm(head, nullptr, norm, model.norm_epsilon, head_dim, head);
+      norm(head, head_norm, head_dim);
       if (!is_last) kernels.vector.rotate(head, cosine, sine, half, scale);
       for (std::int64_t i = is_last ? 0 : rotated; i < head_dim; ++i) head[i] *= scale;
     };
     for (std::int64_t head = 0; head < model.heads; ++head) {
       float* query = queries + token * q_width + head * head_dim;
       if (model.gates_attention) std::copy_n(q() + token * q_rows() + 2 * head * head_dim, head_dim, query);
-      turn(query, block.q_norm, model.query_scale * log2_e);
+      rotate(query, block.q_norm, model.query_scale * log2_e);
     }
     const std::int32_t page = cache.pages(segment.sequence)[position / page_tokens];
     for (std::int64_t head = 0; head < model.kv_heads; ++head) {
       float *key = keys + token * kv_width + head * head_dim, *value = values + (key - keys);
-      turn(key, block.k_norm, 1.0f);
+      rotate(key, block.k_norm, 1.0f);
       if (cache.type() == CacheType::int4) {
         hadamard_head(kernels.vector, key, head_dim);
         hadamard_head(kernels.vector, value, head_dim);
@@ -106,21 +106,20 @@ void Decoder::State::keep_wanted(float* rows, std::int64_t width) {
   }
 }
 
-// The output projection of `rows`, of attention or Gated DeltaNet, into `delta`.
-void Decoder::State::project_attended(const Block& block, std::int64_t tokens, float* rows) {
-  const std::int64_t width = block.o.columns;
-  const ActivationBuffer& codes = block.is_delta_net ? recalled_codes : attended_codes;
+// delta = a matrix times `rows` [tokens, columns], which are first normalised, rotated and quantised in place. Norms
+// may be null.
+void Decoder::State::project(const Matrix& matrix, const float* bias, std::int64_t tokens, float* rows,
+                             const float* sub_norm, const ActivationBuffer& codes, const float* out_norm) {
+  const std::int64_t width = matrix.columns, n = model.hidden;
   each_token(tokens, width, [&](std::int64_t token, int) {
     float* x = rows + token * width;
-    if (block.attention_sub_norm) {
-      kernels.vector.add_and_norm(x, nullptr, block.attention_sub_norm, model.norm_epsilon, width, x);
-    }
+    norm(x, sub_norm, width);
     rotate_basis(x, width);
-    quantize_row(x, codes, token);
+    quantize(kernels, x, codes.rows(token, 1));
   });
-  const Product product{&block.o, block.o_bias, delta.data(), model.hidden};
+  const Product product{&matrix, bias, delta.data(), n};
   matmul(kernels, pool, codes.rows(0, tokens), &product, 1);
-  norm_delta(tokens, block.attention_out_norm);
+  if (out_norm) each_token(tokens, n, [&](std::int64_t token, int) { norm(&delta[token * n], out_norm, n); });
 }
 
 void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
@@ -128,17 +127,7 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
   float* gated = wide.data();
   const Product products[] = {{&block.gate, nullptr, gated, n}, {&block.up, nullptr, gated, n, &model.activation}};
   multiply_normed(tokens, block.post_attention_norm, true, products, 2, block.linear_norms + 3);
-  each_token(tokens, n, [&](std::int64_t token, int) {
-    float* x = gated + token * n;
-    if (block.ffn_sub_norm) {
-      kernels.vector.add_and_norm(x, nullptr, block.ffn_sub_norm, model.norm_epsilon, n, x);
-    }
-    rotate_basis(x, n);
-    quantize_row(x, gated_codes, token);
-  });
-  const Product product{&block.down, nullptr, delta.data(), model.hidden};
-  matmul(kernels, pool, gated_codes.rows(0, tokens), &product, 1);
-  norm_delta(tokens, block.ffn_out_norm);
+  project(block.down, nullptr, tokens, gated, block.ffn_sub_norm, gated_codes, block.ffn_out_norm);
 }
 
 // Final norm and, unless hidden states are requested, the head of the wanted rows, which come first.
@@ -152,7 +141,7 @@ void Decoder::State::write_logits(Logits which, float* logits) {
     float* out = ends_here ? logits + token * n : x;
     kernels.vector.add_and_norm(x, &delta[token * n], model.final_norm, model.norm_epsilon, n, out);
     if (model.rotation.head && !ends_here) rotate_basis(x, n);
-    if (codes) quantize_row(x, head_codes, token);
+    if (codes) quantize(kernels, x, head_codes.rows(token, 1));
   });
   if (ends_here) return;
   if (!codes) {
@@ -191,7 +180,8 @@ void Decoder::State::run_chunk(const std::int32_t* const* tokens, Logits which, 
       count = std::int64_t(wanted.size());
       if (count == 0) return;
     }
-    project_attended(block, count, rows);
+    project(block.o, block.o_bias, count, rows, block.attention_sub_norm,
+            block.is_delta_net ? recalled_codes : attended_codes, block.attention_out_norm);
     feed_forward(block, count);
   }
   write_logits(which, logits);

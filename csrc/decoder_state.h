@@ -39,16 +39,7 @@ class ActivationBuffer {
   }
 
   // Tokens [first, first + count).
-  Activations rows(std::int64_t first, std::int64_t count) const {
-    Activations part = view_;
-    part.tokens = count;
-    part.codes += first * part.stride;
-    if (part.fine) part.fine += first * part.stride;
-    part.scales += first * part.scales_a_token();
-    part.sums += first * part.scales_a_token();
-    if (part.fine_sums) part.fine_sums += first;
-    return part;
-  }
+  Activations rows(std::int64_t first, std::int64_t count) const { return view_.range(first, first + count); }
 
  private:
   std::int64_t tokens_ = 0;
@@ -112,7 +103,8 @@ struct Decoder::State {
   void run_chunk(const std::int32_t* const* tokens, Logits which, float* logits);
   void attend(const Block& block, std::int64_t tokens, bool add);
   void gate_attended(std::int64_t tokens);
-  void project_attended(const Block& block, std::int64_t tokens, float* rows);
+  void project(const Matrix& matrix, const float* bias, std::int64_t tokens, float* rows, const float* sub_norm,
+               const ActivationBuffer& codes, const float* out_norm);
   void rotate_and_append(const Block& block, std::int64_t tokens);
   void keep_wanted(float* rows, std::int64_t width);
   void apply_delta_net(const Block& block, std::int64_t tokens, bool add);
@@ -162,19 +154,9 @@ struct Decoder::State {
     if (rotation.block) kernels.vector.hadamard(x, rotation.signs_of(n), nullptr, n, rotation.block);
   }
 
-  void quantize_row(const float* x, const ActivationBuffer& buffer, std::int64_t token) {
-    Activations one = buffer.rows(token, 1);
-    quantize(kernels, x, one);
-  }
-
-  // Normalises a block's output; does nothing if the model has no such norm.
-  void norm_delta(std::int64_t tokens, const float* weight) {
-    if (!weight) return;
-    const std::int64_t n = model.hidden;
-    each_token(tokens, n, [&](std::int64_t token, int) {
-      float* x = &delta[token * n];
-      kernels.vector.add_and_norm(x, nullptr, weight, model.norm_epsilon, n, x);
-    });
+  // Normalises x [n] in place; without a weight does nothing.
+  void norm(float* x, const float* weight, std::int64_t n) const {
+    if (weight) kernels.vector.add_and_norm(x, nullptr, weight, model.norm_epsilon, n, x);
   }
 
   // residual += delta (if `add`), then its norm, and the norm of that where `own` is one, quantised; with
@@ -186,10 +168,10 @@ struct Decoder::State {
       float* out = row[thread].data();
       kernels.vector.add_and_norm(&residual[token * n], add ? &delta[token * n] : nullptr, weight,
                                model.norm_epsilon, n, out);
-      if (own) kernels.vector.add_and_norm(out, nullptr, own, model.norm_epsilon, n, out);
+      norm(out, own, n);
       if (keeps) std::copy_n(out, n, &delta[token * n]);
       rotate_basis(out, n);
-      quantize_row(out, hidden_codes, token);
+      quantize(kernels, out, hidden_codes.rows(token, 1));
     });
   }
 };

@@ -117,8 +117,7 @@ void Decoder::State::norm_delta_net(const Block& block, std::int64_t tokens) {
   each_token(tokens, sizes.values(), [&](std::int64_t token, int) {
     float* out = recalled(tokens) + token * sizes.values();
     for (std::int64_t head = 0; head < sizes.value_heads; ++head) {
-      float* x = out + head * sizes.value_dim;
-      kernels.vector.add_and_norm(x, nullptr, block.delta_norm, model.norm_epsilon, sizes.value_dim, x);
+      norm(out + head * sizes.value_dim, block.delta_norm, sizes.value_dim);
     }
     float* gate = output_gate(tokens) + token * sizes.values();
     kernels.vector.gated(Activation::silu, gate, out, sizes.values(), gate, false);
