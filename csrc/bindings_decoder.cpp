@@ -80,8 +80,8 @@ class ModelBuilder {
     require(std::isfinite(query_scale) && query_scale >= 0, "query_scale is not finite");
     require(std::isfinite(embedding_scale), "embedding_scale is not finite");
     if (query_scale == 0) query_scale = 1.0f / std::sqrt(float(head_dim));
-    model_ = {hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_epsilon, activation, activation_group, {},
-              query_scale, norms_rotated, embedding_scale, {}, {}, nullptr, {}, 0, false, {}};
+    model_ = {hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_epsilon, activation, activation_group,
+              query_scale, embedding_scale, norms_rotated};
     add_rope(inverse_frequencies, rope_scaling);
   }
 

@@ -74,24 +74,24 @@ struct Model {
   std::int64_t hidden, intermediate, heads, kv_heads, head_dim, vocab;
   float norm_epsilon;
   Activation activation;
-  std::int64_t activation_group;     // of all matrices of the blocks, see Activations; 0: none
-  std::vector<Rope> ropes;
-  float query_scale;                 // multiplies the scores
-  bool norms_rotated = false;        // q_norm and k_norm are of rotated heads
-  float embedding_scale;             // multiplies the embedding's rows
-  Table embedding, head;             // the same table if they are tied
-  const float* final_norm;           // [hidden]
-  std::vector<Block> blocks;
-  std::int64_t rotated = 0;          // first dimensions of a head that rope turns; 0: all
+  std::int64_t activation_group;      // of all matrices of the blocks, see Activations; 0: none
+  float query_scale;                  // multiplies the scores
+  float embedding_scale;              // multiplies the embedding's rows
+  bool norms_rotated = false;         // q_norm and k_norm are of rotated heads
+  std::vector<Rope> ropes = {};
+  Table embedding = {}, head = {};    // the same table if they are tied
+  const float* final_norm = nullptr;  // [hidden]
+  std::vector<Block> blocks = {};
+  std::int64_t rotated = 0;           // first dimensions of a head that rope turns; 0: all
   bool gates_attention = false;
-  DeltaNetSizes delta_net;
+  DeltaNetSizes delta_net = {};
+  Rotation rotation = {};
 
   std::int64_t blocks_of(bool is_delta_net) const {
     std::int64_t count = 0;
     for (const Block& block : blocks) count += block.is_delta_net == is_delta_net;
     return count;
   }
-  Rotation rotation = {};
 };
 
 struct DecoderOptions {
