@@ -23,22 +23,30 @@ void require_array(std::int64_t count, std::int64_t width) {
           "a size is out of range");
 }
 
+template <class T>
+T checked(T value, T most, const char* name) {
+  require(value > 0 && value <= most, std::string(name) + " out of range");
+  return value;
+}
+
 // The roofline of csrc/roofline.h, with threads and memory of its own.
 struct Roofline {
   ThreadPool pool;
   std::unique_ptr<HugeBuffer> buffer;
 
   Roofline(int threads, std::int64_t bytes)
-      : pool(threads), buffer(make_read_buffer(pool, bytes)) {}
+      : pool(checked(threads, most_threads, "threads")),
+        buffer(make_read_buffer(pool, checked(bytes, std::int64_t(1) << 46, "bytes"))) {}
+
+  double of_read(int prefetch_bytes) {
+    require(prefetch_bytes >= 0 && prefetch_bytes <= most_prefetch_bytes, "prefetch_bytes out of range");
+    return read_rate(choose_kernels(supported_isas()[0]).roofline, pool, *buffer, prefetch_bytes);
+  }
+  double of_int8(const std::string& isa, double seconds) {
+    return int8_rate(choose_kernels(isa).roofline, pool, checked(seconds, 60.0, "seconds"));
+  }
+  double of_clock(double seconds) { return clock_rate(pool, checked(seconds, 60.0, "seconds")); }
 };
-
-constexpr std::int64_t most_bytes = std::int64_t(1) << 46;
-constexpr double most_seconds = 60;
-
-double checked(double seconds) {
-  require(seconds > 0 && seconds <= most_seconds, "seconds out of range");
-  return seconds;
-}
 
 }  // namespace
 
@@ -80,6 +88,7 @@ NB_MODULE(_cpu, module) {
           [](const Kernels& self, Address weight, Dtype dtype, std::int64_t groups, std::int64_t size,
              Address codes, Address weight_scale, int threads) {
             require_array(groups, size);
+            require(size > 0, "a size is out of range");
             quantize_groups(self, pointer<const void>(weight), dtype, groups, size,
                             pointer<std::int8_t>(codes), pointer<float>(weight_scale), threads);
           },
@@ -88,7 +97,6 @@ NB_MODULE(_cpu, module) {
           "quantize_int8",
           [](const Kernels& self, Address x, Dtype dtype, std::int64_t tokens, std::int64_t features,
              Address codes, Address activation_scale, int threads) {
-            require(size > 0, "a size is out of range");
             require_array(tokens, features);
             quantize_int8(self, pointer<const void>(x), dtype, tokens, features,
                           pointer<std::int8_t>(codes), pointer<float>(activation_scale), threads);
@@ -126,31 +134,11 @@ NB_MODULE(_cpu, module) {
   bind_memory(module, kernels);
   bind_decoder(module);
   nb::class_<Roofline>(module, "Roofline", "What this machine can do at most: see csrc/roofline.h.")
-      .def(
-          "__init__",
-          [](Roofline* self, int threads, std::int64_t bytes) {
-            require(threads >= 1 && threads <= most_threads && bytes >= 1 && bytes <= most_bytes,
-                    "threads or bytes out of range");
-            new (self) Roofline(threads, bytes);
-          },
-          "threads"_a, "bytes"_a, unlocked)
-      .def(
-          "read_rate",
-          [](Roofline& self, int prefetch_bytes) {
-            require(prefetch_bytes >= 0 && prefetch_bytes <= most_prefetch_bytes,
-                    "prefetch_bytes out of range");
-            return read_rate(choose_kernels(supported_isas()[0]).roofline, self.pool, *self.buffer,
-                             prefetch_bytes);
-          },
-          "prefetch_bytes"_a, unlocked, "Bytes a second of one pass over the memory.")
-      .def(
-          "int8_rate",
-          [](Roofline& self, const std::string& isa, double seconds) {
-            return int8_rate(choose_kernels(isa).roofline, self.pool, checked(seconds));
-          },
-          "isa"_a, "seconds"_a, unlocked,
-          "Operations a second; a multiply-add is two. ValueError for an unknown isa.")
-      .def(
-          "clock_rate", [](Roofline& self, double seconds) { return clock_rate(self.pool, checked(seconds)); },
-          "seconds"_a, unlocked, "Cycles a second of a thread, while all of them work.");
+      .def(nb::init<int, std::int64_t>(), "threads"_a, "bytes"_a, unlocked)
+      .def("read_rate", &Roofline::of_read, "prefetch_bytes"_a, unlocked,
+           "Bytes a second of one pass over the memory.")
+      .def("int8_rate", &Roofline::of_int8, "isa"_a, "seconds"_a, unlocked,
+           "Operations a second; a multiply-add is two. ValueError for an unknown isa.")
+      .def("clock_rate", &Roofline::of_clock, "seconds"_a, unlocked,
+           "Cycles a second of a thread, while all of them work.");
 }

@@ -15,12 +15,6 @@ constexpr char bad_word[] = "a word stands for no groups";
 constexpr char bad_places[] = "a group has places that no group has";
 constexpr char bad_padding[] = "the padding of a row is not zero bits";
 
-std::uint64_t power(std::uint64_t base, int exponent) {
-  std::uint64_t result = 1;
-  for (int i = 0; i < exponent; ++i) result *= base;
-  return result;
-}
-
 // `count` bits, at most 64, from bit `first` on.
 std::uint64_t load_bits(const std::uint8_t* row, std::int64_t first, int count) {
   std::uint64_t low;
@@ -40,10 +34,10 @@ GroupDecoder::GroupDecoder(packed::Pattern pattern, std::int64_t columns)
                                      : packed::nm_enum_groups_per_word(pattern)),
       states_(pattern.exact ? std::uint64_t(1) << packed::nm_sign_group_bits(pattern)
                             : packed::nm_enum_states(pattern_.m, pattern_.n)),
-      step_groups_(step_weights / pattern_.m),
-      step_states_(power(states_, step_groups_)),
-      step_reciprocal_(step_groups_ == 0 ? 0 : ~std::uint64_t(0) / step_states_) {
+      step_groups_(step_weights / pattern_.m) {
   if (step_groups_ == 0) return;
+  for (int i = 0; i < step_groups_; ++i) step_states_ *= states_;
+  step_reciprocal_ = ~std::uint64_t(0) / step_states_;
   step_digits_.resize(step_states_);
   for (std::uint64_t number = 0; number < step_states_; ++number) {
     std::uint8_t digits[step_weights];

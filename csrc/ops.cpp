@@ -59,8 +59,10 @@ std::int64_t items_per_piece(std::int64_t bytes_per_item) {
   return std::max<std::int64_t>(64, piece_bytes / bytes_per_item / 64 * 64);
 }
 
+std::int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
 const std::uint8_t* at(const void* base, std::int64_t index, Dtype dtype) {
-  return static_cast<const std::uint8_t*>(base) + index * std::int64_t(bytes_of(dtype));
+  return static_cast<const std::uint8_t*>(base) + index * bytes_of(dtype);
 }
 
 // A weight scale: the mean of `count` magnitudes, at least 1e-5.

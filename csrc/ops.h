@@ -7,14 +7,11 @@
 
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "isa.h"
 
 namespace sparse_bitnet {
-
-inline std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // `absmean` sums blocks of this many weights one by one and adds the sums in the order of the blocks,
 // so that its result depends neither on the thread count nor on the instruction set.

@@ -116,12 +116,6 @@ struct B3 {
   }
 };
 
-bool are_zero_codes(const std::uint8_t* digits, std::int64_t begin, std::int64_t end) {
-  std::uint8_t difference = 0;
-  for (std::int64_t i = begin; i < end; ++i) difference |= digits[i] ^ 1;
-  return difference == 0;
-}
-
 // All whole blocks, then a shorter one, which may be empty.
 template <class Format>
 const char* decode_blocks(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
@@ -137,7 +131,9 @@ const char* decode_blocks(const std::uint8_t* row, std::int64_t columns, std::ui
     std::memcpy(digits + blocks * weights, last, std::size_t(Format::planes * plane));
   }
   if (!Format::is_valid(row, blocks * Format::block_bytes + plane)) return Format::bad;
-  return are_zero_codes(last, tail, Format::planes * plane) ? nullptr : bad_padding;
+  std::uint8_t padding = 0;
+  for (std::int64_t i = tail; i < Format::planes * plane; ++i) padding |= last[i] ^ 1;
+  return padding == 0 ? nullptr : bad_padding;
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ class GroupDecoder {
   // Groups that a table entry stands for, 0 where a group is too long for a table; S to that power,
   // and 2^64 divided by it.
   int step_groups_;
-  std::uint64_t step_states_, step_reciprocal_;
+  std::uint64_t step_states_ = 1, step_reciprocal_ = 0;
   std::vector<std::uint64_t> step_digits_;  // [step_states], digit i in byte i, the rest ones; or no_groups
 };
 

@@ -22,11 +22,13 @@ class ThreadPool {
 
   using Piece = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
 
-  // Calls piece(context, begin, end, thread) for pieces of `size` of [0, count), on all threads, the
-  // calling one among them; `thread` counts from 0. Each takes those of a stretch of its own before it helps the others,
-  // so that what a core asks of memory ahead of its work is its own next piece. Returns when all are done. What a piece
-  // throws is thrown here, once nobody works any more; other pieces may be left out then. Pieces must not call the pool.
-  // In the child of a fork the calling thread is alone. Throws std::runtime_error where another thread is calling.
+  // Calls piece(context, begin, end, thread) for all pieces of `size` items of [0, count), on all threads, the calling one
+  // included; `thread` counts from 0. Returns when all are done.
+  //
+  // A thread first takes the pieces of its own stretch, so that what it prefetches is its own next piece, and then helps
+  // the others. Pieces must not call the pool. An exception of a piece is rethrown here when all threads have stopped;
+  // other pieces may be skipped. In the child of a fork the calling thread works alone. Throws std::runtime_error if
+  // another thread is calling.
   void run(std::int64_t count, std::int64_t size, Piece piece, void* context);
 
   // The same for a callable (begin, end, thread).
