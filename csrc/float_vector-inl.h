@@ -20,17 +20,19 @@ INLINE Floats smaller(const Floats& a, const Floats& b) { return a < b ? a : b; 
 
 constexpr float largest_half = 65504.0f;
 
+// NaN stays NaN.
 INLINE Floats clamp_to_half(const Floats& v) {
-  return smaller(larger(v, splat(-largest_half)), splat(largest_half));
+  return smaller(splat(largest_half), larger(splat(-largest_half), v));
 }
 
 // Shifting a float16's exponent and mantissa to float32's places leaves the exponent 112 too small,
-// which one exact product corrects, subnormals included. The cache holds finite values only.
+// which one exact product corrects, subnormals included. The cache holds finite values and NaN.
 INLINE Floats widen_half_in_software(const std::uint16_t* from) {
   const auto half = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from);
   const Ints bits = __builtin_convertvector(half, Ints);
   const Floats magnitude = bit_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f;
-  return bit_cast<Floats>(bit_cast<Ints>(magnitude) | (bits & 0x8000) << 16);
+  const Ints nan = ((bits & 0x7c00) == 0x7c00) & 0x7fc00000;
+  return bit_cast<Floats>(bit_cast<Ints>(magnitude) | (bits & 0x8000) << 16 | nan);
 }
 
 // Normal values: half of the last place kept is added, less a bit where that place is even, then the
@@ -41,7 +43,8 @@ INLINE void narrow_half_in_software(std::uint16_t* to, const Floats& v) {
   const Ints normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
   const Ints small = bit_cast<Ints>(bit_cast<Floats>(magnitude) + 0.5f) - 0x3f000000;
   const Ints is_small = magnitude < 0x38800000;
-  const Ints bits = (is_small & small) | (~is_small & normal) | ((clamped >> 16) & 0x8000);
+  const Ints nan = (magnitude > 0x7f800000) & 0x7e00;
+  const Ints bits = (is_small & small) | (~is_small & normal) | ((clamped >> 16) & 0x8000) | nan;
   store(to, __builtin_convertvector(bits, Vector<std::uint16_t, VECTOR_BYTES / 2>));
 }
 

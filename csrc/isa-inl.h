@@ -5,7 +5,7 @@
 //   TARGET, VECTOR_BYTES
 //   FUSED(a, b, c)       a * b + c, rounded once
 //   WIDEN_HALF(from)     a vector of float16 as floats
-//   NARROW_HALF(to, v)   floats to the nearest finite float16, half to even
+//   NARROW_HALF(to, v)   floats to the nearest finite float16, half to even; NaN stays NaN
 //   FLOAT_REGISTERS      vector registers
 // and, where it has better than plain C++ for codes from -127 to 127, four a lane of Ints,
 //   DOT_SIGNED(sum, a, b)    sum + the products of four codes, per lane; b is loaded, a is one for all

@@ -144,7 +144,7 @@ def test_unknown_sequences_are_refused() -> None:
 
 
 @pytest.mark.parametrize("isa", _cpu.supported_isas(for_tests=True))
-@pytest.mark.parametrize("cache_type", ["int8", "int4"])
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8", "int4"])
 def test_nan_stays_in_its_own_sequence(cache_type: str, isa: str) -> None:
     """NaN affects the tokens after it, but neither another sequence nor one that reuses its pages."""
     poisoned = random_model(max_position_embeddings=512, tie_word_embeddings=False)
