@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A std::vector that starts on a cache line, so that no vector load spans two, or from the size of a huge page on in
-// such pages.
+// A std::vector whose memory starts on a cache line, so that no vector load spans two lines. From the size of a huge
+// page on, it lies in huge pages.
 
 #pragma once
 

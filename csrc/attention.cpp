@@ -10,7 +10,7 @@ namespace {
 // Maximum of a row that has seen no key: no score is so small, and 2^(this - score) is zero.
 constexpr float least_score = -1e30f;
 
-// Segments of at most so many rows have their chunks shared out over the threads.
+// Segments of at most this many rows have their chunks distributed over the threads.
 constexpr std::int64_t most_rows_in_chunks = 64;
 
 // Whole cache lines.

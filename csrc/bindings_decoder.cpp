@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decoder for Python. Sizes are checked against the model's shape here. The caller keeps every array alive
-// as long as the decoder, and gives addresses of arrays as large as they say they are.
+// as long as the decoder; that an array has the size given for it is not checked.
 //
 //   model = ModelBuilder(...); model.set_embedding(table); model.set_head(table);
 //   model.set_final_norm(address); model.add_block(matrices and addresses of vectors by name)
@@ -11,8 +11,8 @@
 //   A vector is the address of float32 values. logits: address of float32
 //   [requests, vocab] (last) or [sum of counts, vocab] (all), 0 with none.
 //
-// ValueError: sizes that do not fit, context or cache full. IndexError: sequences and lengths that are
-// not there, token ids outside the vocabulary. Nothing has changed then.
+// Raises ValueError for sizes that do not fit and for a full context or cache, IndexError for unknown sequences,
+// lengths beyond a sequence and token ids outside the vocabulary. Nothing has changed then.
 
 #include <cmath>
 #include <cstdint>
@@ -244,8 +244,8 @@ class DecoderHandle {
     return body(*decoder_);
   }
 
-  // What it points to may then be freed. In the child of a fork, which may have caught the parent in the
-  // middle of a call, the decoder is forgotten.
+  // Frees the decoder; the memory that it points to may then be freed. In the child of a fork, which may have
+  // caught the parent in the middle of a call, the decoder is leaked.
   void shut() {
     if (is_forked()) {
       static_cast<void>(decoder_.release());

@@ -11,10 +11,10 @@
 namespace sparse_bitnet {
 namespace {
 
-// Tokens that go through the blocks together.
+// Maximum tokens that go through the blocks together.
 constexpr std::int64_t most_chunk_tokens = 512;
 
-// Of a chunk in `wide`: a file of few bytes can name a model a million wide.
+// Maximum floats of a chunk in `wide`: a small file can describe a model a million wide.
 constexpr std::int64_t most_wide_floats = std::int64_t(1) << 26;
 
 constexpr std::int64_t fewest_states = 8;
@@ -73,7 +73,7 @@ std::int64_t Decoder::State::chunk_tokens() const {
 
 void Decoder::State::reserve(std::int64_t tokens) {
   if (tokens <= capacity) return;
-  capacity = 0;  // until all is there
+  capacity = 0;  // until everything is allocated
   residual.resize(tokens * model.hidden);
   delta.resize(tokens * model.hidden);
   wide.resize(tokens * wide_floats());

@@ -82,8 +82,7 @@ struct Decoder::State {
   };
   std::vector<Angles> angles;         // of each rope
   std::vector<Segment> segments;      // of the current chunk
-  // Of a segment with Gated DeltaNet: its sequence's state, and a snapshot to be filled after `cut` of its tokens;
-  // no cut: 0.
+  // For Gated DeltaNet: the state of a segment's sequence, and a snapshot to fill after `cut` of its tokens; 0: none.
   struct Recurrence {
     float *state, *snapshot;
     std::int64_t cut;
@@ -159,8 +158,8 @@ struct Decoder::State {
     if (weight) kernels.vector.add_and_norm(x, nullptr, weight, model.norm_epsilon, n, x);
   }
 
-  // residual += delta (if `add`), then its norm, and the norm of that where `own` is one, quantised; with
-  // `keeps` it is in `delta`, too.
+  // residual += delta (if `add`); quantises its norm, and if `own` is not null the norm of that. `keeps`: also
+  // writes it to `delta`.
   void norm_tokens(std::int64_t tokens, const float* weight, bool add, const float* own = nullptr,
                    bool keeps = false) {
     const std::int64_t n = model.hidden;

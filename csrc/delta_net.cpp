@@ -13,7 +13,7 @@ namespace {
 
 constexpr float l2_epsilon = 1e-6f;
 
-// Columns of a head that are one piece of work: their part of the state, with 128 keys 32 KiB, is in the
+// Columns of a head that are one piece of work: their part of the state, 32 KiB with 128 keys, stays in the
 // first cache for all tokens.
 constexpr std::int64_t rule_columns = 64;
 
@@ -22,7 +22,7 @@ constexpr std::int64_t gate_tokens = 8;
 
 double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// What is as good as nothing is nothing: numbers too small to be normal would slow down every product.
+// A decay below 1e-30 becomes 0: subnormal numbers would slow down every product.
 float decay_of(double exponent) {
   const double decay = std::exp(exponent);
   return decay < 1e-30 ? 0 : float(decay);

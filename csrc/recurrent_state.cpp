@@ -10,8 +10,8 @@
 namespace sparse_bitnet {
 namespace {
 
-// Tokens before a prompt's end at which its snapshot is: prompts that differ in their last tokens only, as
-// chat templates make them, start there, and what they compute again takes no longer than a token.
+// A prompt's snapshot is this many tokens before its end: prompts that differ only in their last tokens, as chat
+// templates make them, start from it, and computing the rest again takes no longer than one token.
 constexpr std::int64_t tokens_behind = 8;
 
 }  // namespace
@@ -54,7 +54,7 @@ bool RecurrentStates::drop_snapshot() {
   return oldest != nullptr;
 }
 
-// Null where the limit is reached.
+// Returns a new state, or null if the limit is reached.
 RecurrentStates::Shared RecurrentStates::make() {
   while (alive_ >= most_) {
     if (!drop_snapshot()) return nullptr;

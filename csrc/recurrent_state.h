@@ -3,8 +3,8 @@
 // be cut back, so a sequence also keeps snapshots: states at shorter lengths. Truncated or forked, it falls
 // back to the longest one that is not too long, and the caller computes the tokens behind that again.
 //
-// States are shared after a fork and copied before they change. The states of all sequences have a limit;
-// snapshots are what makes room, those that were used least recently first.
+// States are shared after a fork and copied before they change. Their number is limited, over all sequences;
+// at the limit the least recently used snapshots are dropped.
 
 #pragma once
 

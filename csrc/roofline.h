@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine can do at most, measured: memory read and int8 multiply-add. Speeds of the engine are given as shares of these.
+// The most that this machine can do, measured: memory read and int8 multiply-add. The engine's speeds are given as
+// shares of these.
 
 #pragma once
 

@@ -38,7 +38,7 @@ void pause_core() {
 #endif
 }
 
-// Waits for ready() at most spin_time, or without a limit; whether it came true.
+// Waits until ready(), at most spin_time if `limited`. Returns whether it became true.
 template <class Ready>
 bool spin_until(bool limited, Ready&& ready) {
   std::chrono::steady_clock::time_point start;
@@ -67,7 +67,7 @@ constexpr std::uint64_t inside_mask = open_bit - 1;
 }  // namespace
 
 struct ThreadPool::State {
-  // What is left of a stretch of the open region.
+  // A thread's stretch of the open region: what is left of it.
   struct alignas(64) Range {
     std::atomic<std::int64_t> next{0};
     std::int64_t end = 0;
@@ -101,7 +101,7 @@ struct ThreadPool::State {
     for (std::thread& worker : workers) worker.join();
   }
 
-  // Those of the own range first, then what others have left.
+  // Takes the pieces of the thread's own range first, then what is left of the others.
   void take_pieces(int thread) try {
     for (int i = 0; i < range_count; ++i) {
       Range& range = ranges[(thread + i) % range_count];
@@ -156,7 +156,7 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>(threads)) {
       state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
     }
   } catch (const std::system_error&) {
-    // A limit of processes or of memory: those that are there do the work.
+    // A limit of processes or of memory: the threads that started do the work.
   }
 }
 
@@ -196,7 +196,7 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* c
     state.wake.notify_all();
   }
   state.take_pieces(0);
-  // Whoever is inside has a piece to finish.
+  // Workers that are inside have a piece to finish.
   const std::uint64_t last = state.region.fetch_sub(open_bit, std::memory_order_acq_rel);
   if (last & inside_mask) {
     spin_until(false, [&] {
