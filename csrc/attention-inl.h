@@ -255,14 +255,14 @@ INLINE void narrow(const float* from, std::uint16_t* to, std::int64_t count) {
   for (std::int64_t i = 0; i < count; i += width) NARROW_HALF(to + i, load_floats(from + i));
 }
 
-constexpr std::int64_t largest_head_dim = 1024;
+constexpr std::int64_t max_head_dim = 1024;
 
 template <class T>
 TARGET static void append_as(const PageView& page, std::int64_t slot, const float* key,
                              const float* value, std::int64_t head_dim) {
   const std::int64_t padded = padded_dim(head_dim);
-  float zero_padded[largest_head_dim];
-  T narrowed[largest_head_dim];
+  float zero_padded[max_head_dim];
+  T narrowed[max_head_dim];
   for (std::int64_t i = head_dim; i < padded; ++i) zero_padded[i] = 0;
   for (std::int64_t i = 0; i < head_dim; ++i) zero_padded[i] = key[i];
   narrow(zero_padded, narrowed, padded);

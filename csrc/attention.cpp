@@ -11,7 +11,7 @@ namespace {
 constexpr float least_score = -1e30f;
 
 // Segments of at most this many rows have their chunks distributed over the threads.
-constexpr std::int64_t most_rows_in_chunks = 64;
+constexpr std::int64_t max_rows_in_chunks = 64;
 
 // Whole cache lines.
 std::int64_t aligned_floats(std::int64_t count) { return packed::divide_up(count, 16) * 16; }
@@ -60,7 +60,7 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
     const std::int64_t rows = segment.count * group_, pages = pages_until(segment.count);
     work_ += rows * kv_heads_ * (segment.position + segment.count);
     for (std::int64_t head = 0; head < kv_heads_; ++head) {
-      if (rows <= most_rows_in_chunks) {
+      if (rows <= max_rows_in_chunks) {
         const std::int64_t chunks = packed::divide_up(pages, chunk_pages);
         largest_rows = std::max(largest_rows, rows);
         if (chunks > 1) merges_.push_back({chunks, states});

@@ -50,7 +50,7 @@ INLINE void quantize_halves(const float* x, std::int64_t n, std::uint8_t* codes,
 TARGET static void append_int4(const PageView& page, std::int64_t slot, const float* key,
                                const float* value, std::int64_t head_dim) {
   const std::int64_t padded = padded_dim(head_dim);
-  std::uint8_t codes[largest_head_dim] = {};
+  std::uint8_t codes[max_head_dim] = {};
   std::uint8_t* keys = static_cast<std::uint8_t*>(page.keys) + 4 * slot;
   std::uint8_t* values = static_cast<std::uint8_t*>(page.values) + slot % quarter * 2 * padded + slot / quarter;
   quantize_halves(key, head_dim, codes, page.key_scales + slot);

@@ -296,7 +296,7 @@ TARGET static void attend(const PageAttention& work) {
 TARGET static void append_int8(const PageView& page, std::int64_t slot, const float* key,
                                const float* value, std::int64_t head_dim) {
   const std::int64_t padded = padded_dim(head_dim);
-  std::int8_t codes[largest_head_dim] = {};
+  std::int8_t codes[max_head_dim] = {};
   std::int8_t *keys = static_cast<std::int8_t*>(page.keys) + 4 * slot,
               *values = static_cast<std::int8_t*>(page.values) + slot % quarter * 4 * padded + slot / quarter;
   quantize_int8(key, Dtype::float32, 1, head_dim, codes, page.key_scales + slot);

@@ -19,7 +19,7 @@ using namespace sparse_bitnet;
 namespace {
 
 void require_array(std::int64_t count, std::int64_t width) {
-  require(width >= 0 && width <= most_elements && count >= 0 && count <= most_elements / (width + 1),
+  require(width >= 0 && width <= max_elements && count >= 0 && count <= max_elements / (width + 1),
           "a size is out of range");
 }
 
@@ -35,11 +35,11 @@ struct Roofline {
   std::unique_ptr<HugeBuffer> buffer;
 
   Roofline(int threads, std::int64_t bytes)
-      : pool(checked(threads, most_threads, "threads")),
+      : pool(checked(threads, max_threads, "threads")),
         buffer(make_read_buffer(pool, checked(bytes, std::int64_t(1) << 46, "bytes"))) {}
 
   double of_read(int prefetch_bytes) {
-    require(prefetch_bytes >= 0 && prefetch_bytes <= most_prefetch_bytes, "prefetch_bytes out of range");
+    require(prefetch_bytes >= 0 && prefetch_bytes <= max_prefetch_bytes, "prefetch_bytes out of range");
     return read_rate(choose_kernels(supported_isas()[0]).roofline, pool, *buffer, prefetch_bytes);
   }
   double of_int8(const std::string& isa, double seconds) {
@@ -108,7 +108,7 @@ NB_MODULE(_cpu, module) {
           [](const Kernels& self, std::int64_t tokens, std::int64_t columns, std::int64_t taps, Address weights,
              Address past, Address rows, std::int64_t stride) {
             require_array(tokens, stride);
-            require(columns % slab_columns == 0 && columns <= stride && 2 <= taps && taps <= most_taps,
+            require(columns % slab_columns == 0 && columns <= stride && 2 <= taps && taps <= max_taps,
                     "sizes do not fit");
             self.vector.convolve({tokens, columns, taps, pointer<const float>(weights),
                                   pointer<const float>(past), pointer<float>(rows), stride});

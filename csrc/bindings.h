@@ -31,10 +31,10 @@ inline void require_pattern(packed::Pattern pattern) {
 
 // Most elements of an array from Python: sizes up to this, and small multiples of them, cannot
 // overflow.
-constexpr std::int64_t most_elements = std::int64_t(1) << 48;
+constexpr std::int64_t max_elements = std::int64_t(1) << 48;
 
-constexpr std::int64_t most_rows = (std::int64_t(1) << 31) - 1;
-constexpr int most_threads = 1024;
+constexpr std::int64_t max_rows = (std::int64_t(1) << 31) - 1;
+constexpr int max_threads = 1024;
 
 void bind_matmul(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 void bind_decoder(nanobind::module_& module);

@@ -40,7 +40,7 @@ namespace nb = nanobind;
 namespace sparse_bitnet {
 namespace {
 
-constexpr std::int64_t most_positions = std::int64_t(1) << 24;
+constexpr std::int64_t max_positions = std::int64_t(1) << 24;
 
 using RequestArguments = std::tuple<int, Address, std::int64_t>;
 
@@ -75,7 +75,7 @@ class ModelBuilder {
     require(heads >= 1 && heads <= most_columns / head_dim, "heads * head_dim is outside 1..2^23");
     require(kv_heads >= 1 && heads % kv_heads == 0, "heads is not a multiple of kv_heads");
     require(heads / kv_heads <= 1024, "more than 1024 heads share keys");
-    require(vocab >= 1 && vocab <= most_rows, "vocab is outside 1..2^31 - 1");
+    require(vocab >= 1 && vocab <= max_rows, "vocab is outside 1..2^31 - 1");
     require(std::isfinite(norm_epsilon) && norm_epsilon >= 0, "norm_epsilon is not finite");
     require(std::isfinite(query_scale) && query_scale >= 0, "query_scale is not finite");
     require(std::isfinite(embedding_scale), "embedding_scale is not finite");
@@ -97,11 +97,11 @@ class ModelBuilder {
     require(rotated >= 2 && rotated % 2 == 0 && rotated <= model_.head_dim,
             "rotated is odd or outside 2..head_dim");
     for (const std::int64_t dim : {key_dim, value_dim}) {
-      require(dim >= slab_columns && dim % slab_columns == 0 && dim <= most_delta_dim,
+      require(dim >= slab_columns && dim % slab_columns == 0 && dim <= max_delta_dim,
               "a head of Gated DeltaNet is not a multiple of 16 from 16 to 1024");
     }
-    require(taps >= 2 && taps <= most_taps, "taps is outside 2..8");
-    const std::int64_t most = packed::max_in_features / 3 / most_delta_dim;
+    require(taps >= 2 && taps <= max_taps, "taps is outside 2..8");
+    const std::int64_t most = packed::max_in_features / 3 / max_delta_dim;
     require(key_heads >= 1 && value_heads >= 1 && value_heads <= most, "value_heads is outside 1..2730");
     require(value_heads % key_heads == 0, "value_heads is not a multiple of key_heads");
     model_.rotated = rotated;
@@ -114,7 +114,7 @@ class ModelBuilder {
   }
 
   void set_head(const Table& table) {
-    require(table.type != TableType::int8 || table.columns <= most_int8_columns,
+    require(table.type != TableType::int8 || table.columns <= max_int8_columns,
             "head of int8: hidden is larger than 2^17");
     model_.head = shaped(table, model_.vocab, model_.hidden, "head");
   }
@@ -181,7 +181,7 @@ class ModelBuilder {
             name + "has Gated DeltaNet, and biases or norms of attention");
     require(taken == weights.size(), name + "has weights of other names");
     require(window >= 0, name + "window is negative");
-    block.window = window > 0 ? window : most_positions;
+    block.window = window > 0 ? window : max_positions;
     require(rope >= 0 && rope < std::int64_t(model_.ropes.size()), name + "rope is not there");
     block.rope = rope;
     model_.blocks.push_back(block);
@@ -222,8 +222,8 @@ class DecoderHandle {
  public:
   DecoderHandle(const ModelBuilder& builder, int threads, CacheType cache, std::int64_t context_length,
                 std::int64_t cache_tokens, const Kernels& kernels) {
-    require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
-    require(context_length >= 1 && context_length <= most_positions,
+    require(threads >= 1 && threads <= max_threads, "threads is outside 1..1024");
+    require(context_length >= 1 && context_length <= max_positions,
             "context_length is outside 1..2^24");
     require(cache_tokens >= 1 && cache_tokens <= (std::int64_t(1) << 31),
             "cache_tokens is outside 1..2^31");

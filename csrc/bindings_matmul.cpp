@@ -23,14 +23,14 @@ void require_columns(std::int64_t columns) {
 
 void require_stride(std::int64_t rows, std::int64_t row_stride, std::int64_t row_bytes,
                     std::int64_t alignment) {
-  require(rows >= 1 && rows <= most_rows, "rows are outside 1..2^31 - 1");
-  require(row_stride >= row_bytes && row_stride % alignment == 0 && row_stride <= most_elements / rows,
+  require(rows >= 1 && rows <= max_rows, "rows are outside 1..2^31 - 1");
+  require(row_stride >= row_bytes && row_stride % alignment == 0 && row_stride <= max_elements / rows,
           "row_stride is less than a row, too large, or not aligned");
 }
 
 std::int64_t bytes_per_row(WeightFormat format, int n, int m, std::int64_t columns, bool exact, std::int64_t group) {
   require_pattern({n, m});
-  require(format != WeightFormat::int8 || columns <= most_int8_columns, "int8 takes at most 2^17 columns");
+  require(format != WeightFormat::int8 || columns <= max_int8_columns, "int8 takes at most 2^17 columns");
   require(!exact || format == WeightFormat::lookup, "exact counts of non-zeros are for lookup");
   require(format != WeightFormat::lookup || columns % m == 0, "m does not divide the columns");
   require_columns(columns);
@@ -81,7 +81,7 @@ void make_activations(Activations* place, std::int64_t tokens, std::int64_t colu
   require(group == 0 || (packed::is_scale_group(group, columns) && fine == 0),
           "scales are for 32, 64, 128 or 256 activations that divide the columns, without fine");
   require((fine == 0) == (fine_sums == 0), "fine and fine_sums go together");
-  require(tokens >= 0 && tokens <= most_elements / columns, "tokens are out of range");
+  require(tokens >= 0 && tokens <= max_elements / columns, "tokens are out of range");
   new (place) Activations{tokens, columns, activation_stride(columns), pointer<std::int8_t>(codes),
                           pointer<std::int8_t>(fine), pointer<float>(scales), pointer<std::int32_t>(sums),
                           pointer<std::int32_t>(fine_sums), nullptr, nullptr, group};
@@ -102,7 +102,7 @@ void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
     require(product.matrix.summed_group() == bound[0].matrix.summed_group() &&
                 (x.group == 0 || product.matrix.group == x.group),
             "the matrix has other groups");
-    require(x.tokens <= most_elements / product.y_stride, "tokens are out of range");
+    require(x.tokens <= max_elements / product.y_stride, "tokens are out of range");
     group.push_back({&product.matrix, pointer<const float>(product.bias), pointer<float>(product.y),
                      product.y_stride});
   }
@@ -112,7 +112,7 @@ void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
 
 void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
                   Address visits, Address threads, std::int64_t failing) {
-  require(count >= 0 && count <= most_elements && size >= 1 && size <= most_elements,
+  require(count >= 0 && count <= max_elements && size >= 1 && size <= max_elements,
           "count or size is out of range");
   auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
     if (begin <= failing && failing < end) throw std::bad_alloc();
@@ -154,7 +154,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def(
           "__init__",
           [](ThreadPool* self, int threads) {
-            require(threads >= 1 && threads <= most_threads, "threads is outside 1..1024");
+            require(threads >= 1 && threads <= max_threads, "threads is outside 1..1024");
             new (self) ThreadPool(threads);
           },
           "threads"_a)
@@ -168,8 +168,8 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
                      "Weights ready to be multiplied: addresses of rows, 64-byte aligned, row_stride bytes "
                      "apart, and of the scales: float32 of int8, int4 and rows of ternary weights, or, where `group` "
                      "weights have one, of STRIP_ROWS rows together, [ceil(rows / 16), columns / group, 16], or of "
-                     "B3_STRIP_ROWS; rows then are filled up to such strips, and those of b3 always (csrc/matmul.h). n, m: the pattern, of "
-                     "lookup; exact: of lookup, where every group has n non-zeros.")
+                     "B3_STRIP_ROWS; rows are then filled up to such strips, those of b3 always (csrc/matmul.h). "
+                     "n, m: the pattern of lookup; exact: lookup where every group has n non-zeros.")
       .def("__init__", &make_matrix, "format"_a, "n"_a, "m"_a, "rows"_a, "columns"_a, "row_stride"_a,
            "address"_a, "scale"_a = 1.0f, "scales"_a = 0, "group"_a = 0, "scale_type"_a = ScaleType::float32,
            "exact"_a = false);
@@ -195,7 +195,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def(
           "__init__",
           [](BoundProduct* self, const Matrix& matrix, Address bias, Address y, std::int64_t y_stride) {
-            require(y_stride >= matrix.rows && y_stride <= most_elements, "y_stride is out of range");
+            require(y_stride >= matrix.rows && y_stride <= max_elements, "y_stride is out of range");
             new (self) BoundProduct{matrix, bias, y, y_stride};
           },
           "matrix"_a, "bias"_a, "y"_a, "y_stride"_a);
@@ -212,7 +212,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
       .def(
           "hadamard",
           [](const Kernels& self, Address x, Address before, Address after, std::int64_t n, std::int64_t block) {
-            require(n >= 1 && n <= most_elements && block >= 1 && (block & (block - 1)) == 0 && n % block == 0,
+            require(n >= 1 && n <= max_elements && block >= 1 && (block & (block - 1)) == 0 && n % block == 0,
                     "n is out of range, or block is no power of two that divides it");
             self.vector.hadamard(pointer<float>(x), pointer<const float>(before), pointer<const float>(after), n, block);
           },

@@ -20,13 +20,13 @@ using namespace nb::literals;
 namespace sparse_bitnet {
 namespace {
 
-constexpr std::int64_t most_file_bytes = std::int64_t(1) << 62;
+constexpr std::int64_t max_file_bytes = std::int64_t(1) << 62;
 
 void require_source(std::int64_t rows, std::int64_t columns, const ByteSource& source) {
   require(source.data != nullptr ||
-              (source.descriptor >= 0 && source.offset >= 0 && source.offset <= most_file_bytes),
+              (source.descriptor >= 0 && source.offset >= 0 && source.offset <= max_file_bytes),
           "neither an address nor a file");
-  require(0 < rows && rows <= most_rows && 0 < columns && columns <= packed::max_in_features,
+  require(0 < rows && rows <= max_rows && 0 < columns && columns <= packed::max_in_features,
           "the shape is out of range");
 }
 

@@ -12,12 +12,12 @@ namespace sparse_bitnet {
 namespace {
 
 // Maximum tokens that go through the blocks together.
-constexpr std::int64_t most_chunk_tokens = 512;
+constexpr std::int64_t max_chunk_tokens = 512;
 
 // Maximum floats of a chunk in `wide`: a small file can describe a model a million wide.
-constexpr std::int64_t most_wide_floats = std::int64_t(1) << 26;
+constexpr std::int64_t max_wide_floats = std::int64_t(1) << 26;
 
-constexpr std::int64_t fewest_states = 8;
+constexpr std::int64_t min_states = 8;
 
 }  // namespace
 
@@ -57,7 +57,7 @@ void Decoder::State::check(const Request* requests, int count) const {
 // As many states as take the memory of the keys and values, but enough for a few sequences.
 std::int64_t Decoder::State::most_states() const {
   const std::int64_t bytes = model.blocks_of(true) * model.delta_net.state_floats() * std::int64_t(sizeof(float));
-  return bytes ? std::max<std::int64_t>(cache.bytes() / bytes, fewest_states) : 0;
+  return bytes ? std::max<std::int64_t>(cache.bytes() / bytes, min_states) : 0;
 }
 
 std::int64_t Decoder::State::wide_floats() const {
@@ -68,7 +68,7 @@ std::int64_t Decoder::State::wide_floats() const {
 }
 
 std::int64_t Decoder::State::chunk_tokens() const {
-  return std::clamp<std::int64_t>(most_wide_floats / wide_floats(), 1, most_chunk_tokens);
+  return std::clamp<std::int64_t>(max_wide_floats / wide_floats(), 1, max_chunk_tokens);
 }
 
 void Decoder::State::reserve(std::int64_t tokens) {

@@ -61,7 +61,7 @@ void Decoder::State::convolve(const Block& block, std::int64_t segment, std::int
   float* rows = mixed() + segments[segment].first_row * stride + first;
   const std::int64_t place = block.of_kind * sizes.state_floats() + first;
   float* state = recurrences[segment].state + place;
-  float past[(most_taps - 1) * most_delta_dim];
+  float past[(max_taps - 1) * max_delta_dim];
   for (std::int64_t i = 0; i + 1 < taps; ++i) std::copy_n(state + i * stride, columns, past + i * columns);
   // The inputs of the last taps - 1 of the first `tokens`.
   const auto keep = [&](std::int64_t tokens, float* to) {

@@ -18,7 +18,7 @@ namespace sparse_bitnet {
 // Values of S that lie together: column c of S is column c % 16 of slab c / 16, [key_dim, 16]. Dimensions of
 // heads are multiples of it.
 constexpr std::int64_t slab_columns = 16;
-constexpr std::int64_t most_delta_dim = 1024, most_taps = 8;
+constexpr std::int64_t max_delta_dim = 1024, max_taps = 8;
 
 struct DeltaNetSizes {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;

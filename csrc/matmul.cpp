@@ -287,7 +287,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
     for (std::int64_t t = 0; t < x.tokens; t += tokens_a_call) {
       const Activations tokens = x.range(t, std::min(t + tokens_a_call, x.tokens));
       float* y = product->y + t * product->y_stride + begin;
-      const bool streams = x.tiles && x.tokens * product->y_stride > least_streamed;
+      const bool streams = x.tiles && x.tokens * product->y_stride > min_streamed;
       for (int i = has_gate ? 1 : 0; i < (is_gated ? 2 : 1); ++i) {
         Product part = product[has_gate ? 0 : i];
         part.y = is_gated ? scratch.gated[0][i] - begin : y - begin;

@@ -22,7 +22,7 @@ namespace sparse_bitnet {
 // lookup lies as lookup.h says, its strips one behind another and filled up to 16 rows with any codes. b3_strips lies as
 // b3_strips.h says.
 // int8 and int4 are for the embedding and the output head.
-//   int8: one byte a weight, two's complement, float scale [rows]; at most most_int8_columns.
+//   int8: one byte a weight, two's complement, float scale [rows]; at most max_int8_columns.
 //   int4: groups of 64 weights of a row in 32 bytes; byte j holds weight j of the group in its low and
 //         weight j + 32 in its high four bits, each plus 8; float scale [rows, columns / 64].
 enum class WeightFormat : int { i2 = 0, b3_strips = 1, int8 = 2, int4 = 3, lookup = 4 };
@@ -30,7 +30,7 @@ constexpr int weight_formats = 5;
 constexpr bool is_ternary(WeightFormat format) { return format != WeightFormat::int8 && format != WeightFormat::int4; }
 
 // Limit of int8 rows: 32 bits hold the sum of at most 2^17 products of 128 and 127.
-constexpr std::int64_t most_int8_columns = std::int64_t(1) << 17;
+constexpr std::int64_t max_int8_columns = std::int64_t(1) << 17;
 
 constexpr int int4_group = 64;
 // The code of a row at a column.

@@ -22,7 +22,7 @@ inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFo
 constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
 constexpr std::int64_t unit_row_step = max_unit_rows + 16;
 // An output of more floats than this leaves nothing else in the L2 cache: it is written past it.
-constexpr std::int64_t least_streamed = std::int64_t(1) << 21;
+constexpr std::int64_t min_streamed = std::int64_t(1) << 21;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
 // tokens that it meets, then fit into the first cache. A unit's activations only pass through it.

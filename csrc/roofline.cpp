@@ -208,7 +208,7 @@ const RooflineLoops roofline_i8mm = {read_generic, int8_i8mm, int8_ops(32)};
 std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes) {
   const std::int64_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
   // Behind the last piece lies what prefetches may touch.
-  auto buffer = std::make_unique<HugeBuffer>(pieces * piece_bytes + most_prefetch_bytes);
+  auto buffer = std::make_unique<HugeBuffer>(pieces * piece_bytes + max_prefetch_bytes);
   pool.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end, int) {
     std::memset(buffer->data() + begin * piece_bytes, 1, (end - begin) * piece_bytes);
   });

@@ -29,8 +29,8 @@ extern const RooflineLoops roofline_generic, roofline_avx2, roofline_avxvnni, ro
 std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes);
 
 // Bytes a second of one pass over the buffer by plain vector loads, `prefetch_bytes`, at most
-// most_prefetch_bytes, ahead of which the lines are prefetched (0: the hardware alone).
-constexpr int most_prefetch_bytes = 1 << 16;
+// max_prefetch_bytes, ahead of which the lines are prefetched (0: the hardware alone).
+constexpr int max_prefetch_bytes = 1 << 16;
 double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer,
                  int prefetch_bytes);
 
