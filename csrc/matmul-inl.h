@@ -28,6 +28,12 @@ INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
 }
 #endif
 
+#if defined(__x86_64__)
+constexpr const SumKernels* sum_kernels = VECTOR_BYTES == 64 ? &matmul_sums_avx512 : &matmul_sums_avx2;
+#else
+constexpr const SumKernels* sum_kernels = nullptr;
+#endif
+
 #include "matmul_edges-inl.h"
 #include "matmul_rows-inl.h"
 #include "matmul_lookup-inl.h"
@@ -44,5 +50,5 @@ INLINE Sums dot_int8(const Sums& sums, const Bytes& weights, const Bytes& x) {
 
 template <class Unit>
 constexpr MatmulKernels kernels_on(std::int64_t tiles_from) {
-  return {quantize_token, sum_groups, multiply_on<Unit>, tiles_from};
+  return {quantize_token, sum_groups, multiply_on<Unit>, tiles_from, sum_kernels};
 }

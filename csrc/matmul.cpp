@@ -94,14 +94,14 @@ const std::int8_t* arranged_quads(ThreadPool& pool, const Activations& x) {
   return to;
 }
 
-const std::uint8_t* sum_tables(ThreadPool& pool, const Activations& x, std::int64_t group) {
+const std::uint8_t* sum_tables(const SumKernels& sums, ThreadPool& pool, const Activations& x, std::int64_t group) {
   thread_local AlignedVector<std::uint8_t> memory;
   const std::int64_t part = b3_strips::part_columns(group), parts = packed::divide_up(x.columns, part);
-  const std::int64_t of_part = b3_strips::part_codes(part) * sum_table_bytes;
+  const std::int64_t of_part = b3_strips::part_codes(part) * sums.table_bytes;
   std::uint8_t* to = room(memory, x.tokens * parts * of_part);
   pool.parallel_for(x.tokens * parts, 4096 / part, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) {
-      matmul_sums.sum_tables(x.codes + i / parts * x.stride + i % parts * part, part, to + i * of_part);
+      sums.sum_tables(x.codes + i / parts * x.stride + i % parts * part, part, to + i * of_part);
     }
   });
   return to;
@@ -276,7 +276,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = group_sums(kernels, pool, x, group);
   const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.tiles;
-  if (by_sums && matmul_sums.sum_tables && &kernels.matmul != &matmul_generic) x.sum_tables = sum_tables(pool, x, group);
+  if (by_sums && kernels.matmul.sums) x.sum_tables = sum_tables(*kernels.matmul.sums, pool, x, group);
   // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
   // one before.
   const auto pieces_of = [&](const Product& product) {

@@ -96,7 +96,7 @@ struct Activations {
   // For lookup's codes of neighbours, made by `matmul` too: of every 256 codes each fourth one, from the first, second,
   // third and last on, [tokens, quad_stride(columns)], zeros behind `columns`.
   const std::int8_t* quads = nullptr;
-  // For b3_strips, made by `matmul` too: [tokens, parts, codes of a part, sum_table_bytes].
+  // For b3_strips, made by `matmul` too: [tokens, parts, codes of a part, bytes of a table].
   const std::uint8_t* sum_tables = nullptr;
 
   std::int64_t scales_a_token() const { return group ? columns / group : 1; }

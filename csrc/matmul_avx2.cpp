@@ -56,7 +56,7 @@ INLINE void widen_words(const Bytes& words, Bytes* first, Bytes* second) {
 
 }  // namespace avx2_matmul
 
-const SumKernels matmul_sums = {avx2_matmul::sum_tables, avx2_matmul::sum_strips};
+const SumKernels matmul_sums_avx2 = {avx2_matmul::sum_table_bytes, avx2_matmul::sum_tables, avx2_matmul::sum_strips};
 const MatmulKernels matmul_avx2 = avx2_matmul::kernels_on<NoUnit>(0);
 const MatmulKernels matmul_emulated_unit = avx2_matmul::kernels_on<EmulatedUnit>(2);
 

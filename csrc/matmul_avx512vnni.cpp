@@ -12,6 +12,7 @@ namespace avx512vnni_matmul {
 
 #define TARGET \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,bmi,bmi2,fma")))
+#define HAS_SUMS
 #define VECTOR_BYTES 64
 #include "matmul_vectors-inl.h"
 #include "matmul_avx512-inl.h"
@@ -42,6 +43,8 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
 
 }  // namespace avx512vnni_matmul
 
+const SumKernels matmul_sums_avx512 = {avx512vnni_matmul::sum_table_bytes, avx512vnni_matmul::sum_tables,
+                                       avx512vnni_matmul::sum_strips};
 const MatmulKernels matmul_avx512vnni = avx512vnni_matmul::kernels_on<NoUnit>(0);
 
 }  // namespace sparse_bitnet

@@ -116,10 +116,7 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
 
 }  // namespace generic_matmul
 
-#if !defined(__x86_64__)
-const SumKernels matmul_sums = {};
-#endif
 const MatmulKernels matmul_generic = {generic_matmul::quantize_token, generic_matmul::sum_groups,
-                                      generic_matmul::multiply, 0};
+                                      generic_matmul::multiply, 0, nullptr};
 
 }  // namespace sparse_bitnet

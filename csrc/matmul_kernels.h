@@ -55,6 +55,16 @@ struct MatmulScratch {
 };
 static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
 
+// b3_strips times few tokens (matmul_sums-inl.h).
+struct SumKernels {
+  std::int64_t table_bytes;  // of a code
+  // Of the codes of a part (b3_strips.h): [codes of a part, table_bytes].
+  void (*sum_tables)(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables);
+  // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip; without group scales integers.
+  void (*sum_strips)(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x, float* sums);
+};
+extern const SumKernels matmul_sums_avx2, matmul_sums_avx512;
+
 // One thread each. `x` holds at most max_tokens_a_call tokens.
 struct MatmulKernels {
   // x [columns] -> codes and fine (or null) [stride], zeros behind `columns`; *scale, *sum, *fine_sum.
@@ -72,17 +82,9 @@ struct MatmulKernels {
 
   // For matrix units: from this many tokens on, activations are arranged in tiles; 0: never.
   std::int64_t tiles_from;
-};
 
-// b3_strips times few tokens (matmul_sums-inl.h), for all instruction sets of x86; nulls elsewhere.
-constexpr std::int64_t sum_table_bytes = 32;  // of a code
-struct SumKernels {
-  // Of the codes of a part (b3_strips.h): [codes of a part, sum_table_bytes].
-  void (*sum_tables)(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables);
-  // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip; without group scales integers.
-  void (*sum_strips)(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x, float* sums);
+  const SumKernels* sums;  // null: b3_strips are multiplied like other formats
 };
-extern const SumKernels matmul_sums;
 
 extern const MatmulKernels matmul_generic, matmul_avx2, matmul_avxvnni, matmul_avx512vnni, matmul_avx512vbmi,
     matmul_amx_int8, matmul_neon, matmul_i8mm, matmul_emulated_unit;

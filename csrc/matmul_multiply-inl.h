@@ -231,7 +231,7 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
     tile_piece(matrix, begin, end, x, fine, scratch);
     offset = is_int8 ? 128 : 1;
   } else if (by_sums) {
-    matmul_sums.sum_strips(matrix, begin, end, x, sums);
+    sum_kernels->sum_strips(matrix, begin, end, x, sums);
     offset = 0;
   } else if (matrix.in_strips() && !of_i2) {
 #if VECTOR_BYTES == 64

@@ -1,39 +1,64 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of b3_strips and few tokens, without a multiplication: an index looks up the sum that
-// its weights make of their three activations, in tables of a token. A sum is two digits of at most 14, low + 27 high:
-// those of eight codes fit 8 bits. For all instruction sets of x86. Included by matmul-inl.h with HAS_SUMS.
+// Products of b3_strips and few tokens, without a multiplication: an index looks up the sum that its weights make of
+// their three activations, in tables of a token. For all instruction sets of x86, with 256 bits or 512. Included by
+// matmul-inl.h with HAS_SUMS.
 
 using Shorts = Vector<std::int16_t>;
 using Entries = Vector<std::int16_t, 32>;
-constexpr int strip_vectors = b3_strips::rows / VECTOR_BYTES;
+constexpr int strip_vectors = b3_strips::rows / VECTOR_BYTES, vectors_of_rows = b3_strips::rows / row_lanes;
+constexpr int sum_table_bytes = VECTOR_BYTES;
 
-// Of the codes of a segment: for every index the low digits of its sums, then the high ones.
-template <int CODES>
-INLINE void segment_tables(const std::int8_t* codes, std::uint8_t* tables) {
-  constexpr int columns = b3_strips::columns_of(CODES);
-  Entries weights[3], sums[CODES] = {};
-  UNROLL for (int p = 0; p < 3; ++p) {  // from code 0 on
-    weights[p] = __builtin_convertvector((load<Vector<std::uint8_t, 16>>(lookup::layout_of({1, 1}).digits[p] + 13)), Entries) - 1;
-  }
-  UNROLL for (int c = 0; c < columns; ++c) {
-    const b3_strips::Place place = b3_strips::place_of(CODES, c);
-    sums[place.code] += weights[place.digit] * std::int16_t(codes[c]);
-  }
-  UNROLL for (int i = 0; i < CODES; ++i) {
-    const Entries high = (sums[i] * 38 + 512) >> 10, low = sums[i] - high * 27;
-    const __m256i digits = _mm256_packs_epi16(bit_cast<__m256i>(low), bit_cast<__m256i>(high));
-    store(tables + i * sum_table_bytes, _mm256_permute4x64_epi64(digits, 0xd8));
-  }
+#if VECTOR_BYTES == 64
+// GCC would load it again for each use.
+INLINE Bytes in_register(Bytes v) {
+  __asm__("" : "+v"(v));
+  return v;
 }
 
-TARGET static void sum_tables(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables) {
-  for (std::int64_t s = part / b3_strips::segment_columns; s > 0; --s) {
-    segment_tables<8>(codes, tables);
-    codes += b3_strips::segment_columns, tables += 8 * sum_table_bytes;
+// vpermw looks sums up in 16 bits, by an index whose fifth bit is the sign.
+INLINE void store_table(const Entries& sums, std::uint8_t* table) {
+  store(table, sums);
+  store(table + sizeof sums, -sums);
+}
+
+// Adds up the codes of a segment, onto sums of the even rows and of the odd ones. A byte is the index of its row; vpermw
+// reads the lower one of two.
+template <int CODES>
+INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Shorts* sums) {
+  constexpr int bytes = b3_strips::segment_bytes(CODES);
+  Bytes signs = in_register(load_bytes(at + (bytes - 1) * b3_strips::rows)), pair = signs;
+  UNROLL for (int i = 0; i < CODES; ++i) {
+    const int from = b3_strips::sign_bit(CODES, i), line = line_at(i, CODES, bytes);
+    const Bytes sign = from < 4 ? shifted_up(signs, 4 - from) : shifted_down(signs, from - 4);
+    if (i % 2 == 0) pair = in_register(load_bytes(at + i / 2 * b3_strips::rows));
+    // sign & 16 | magnitude & ~16
+    Bytes index = bit_cast<Bytes>(_mm512_ternarylogic_epi32(bits(sign), bits(shifted_down(pair, i % 2 * 4)), _mm512_set1_epi8(16), 0xe4));
+    if (line >= 0) prefetch_with(index, at + line * block_bytes);
+    const Bytes table = in_register(load_bytes(tables + i * sum_table_bytes));
+    const __m512i next = _mm512_mulhi_epu16(bits(index), _mm512_set1_epi16(256));  // shifts would wait for look-ups
+    sums[0] += bit_cast<Shorts>(_mm512_permutexvar_epi16(bits(index), bits(table)));
+    sums[1] += bit_cast<Shorts>(_mm512_permutexvar_epi16(next, bits(table)));
   }
-  if (const std::int64_t left = part % b3_strips::segment_columns) {
-    left == 8 ? segment_tables<3>(codes, tables) : segment_tables<6>(codes, tables);
+  at += bytes * b3_strips::rows;
+  tables += CODES * sum_table_bytes;
+}
+
+// The sums of add_segment by row.
+INLINE void in_rows(const Shorts* sums, Sums* rows) {
+  Shorts halves[2];
+  zip<std::int16_t>(sums[0], sums[1], halves[0], halves[1]);
+  UNROLL for (int i = 0; i < 2; ++i) {
+    const __m512i half = bit_cast<__m512i>(halves[i]);
+    rows[2 * i] = bit_cast<Sums>(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(half)));
+    rows[2 * i + 1] = bit_cast<Sums>(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(half, 1)));
   }
+}
+#else
+// A sum is two digits of at most 14, low + 27 high: those of eight codes fit 8 bits.
+INLINE void store_table(const Entries& sums, std::uint8_t* table) {
+  const Entries high = (sums * 38 + 512) >> 10, low = sums - high * 27;
+  const __m256i digits = _mm256_packs_epi16(bit_cast<__m256i>(low), bit_cast<__m256i>(high));
+  store(table, _mm256_permute4x64_epi64(digits, 0xd8));
 }
 
 // Adds up the codes of a segment, onto sums of each vector's even eights of rows and of the odd ones.
@@ -78,52 +103,79 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
   tables += CODES * sum_table_bytes;
 }
 
-// Of stored sums of add_segment, those of the eight rows from i on. Each 128 bits are eight rows: of a vector the even
-// eights, then the odd ones.
-INLINE RowSums eight_of(const std::int16_t* eights, int i) {
-  const int eight = i / VECTOR_BYTES * (2 * quads) + i % VECTOR_BYTES / 16 + i / 8 % 2 * quads;
-  return bit_cast<RowSums>(_mm256_cvtepi16_epi32(load<__m128i>(eights + 8 * eight)));
+INLINE void in_rows(const Shorts* sums, Sums* rows) {
+  UNROLL for (int i = 0; i < vectors_of_rows; ++i) {
+    const __m256i eights = bit_cast<__m256i>(sums[i / 4 * 2 + i % 2]);
+    rows[i] = bit_cast<Sums>(_mm256_cvtepi16_epi32(i / 2 % 2 ? _mm256_extracti128_si256(eights, 1) : _mm256_castsi256_si128(eights)));
+  }
+}
+#endif
+
+// Of the codes of a segment.
+template <int CODES>
+INLINE void segment_tables(const std::int8_t* codes, std::uint8_t* tables) {
+  constexpr int columns = b3_strips::columns_of(CODES);
+  Entries weights[3], sums[CODES] = {};
+  UNROLL for (int p = 0; p < 3; ++p) {  // from code 0 on
+    weights[p] = __builtin_convertvector((load<Vector<std::uint8_t, 16>>(lookup::layout_of({1, 1}).digits[p] + 13)), Entries) - 1;
+  }
+  UNROLL for (int c = 0; c < columns; ++c) {
+    const b3_strips::Place place = b3_strips::place_of(CODES, c);
+    sums[place.code] += weights[place.digit] * std::int16_t(codes[c]);
+  }
+  UNROLL for (int i = 0; i < CODES; ++i) store_table(sums[i], tables + i * sum_table_bytes);
+}
+
+TARGET static void sum_tables(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables) {
+  for (std::int64_t s = part / b3_strips::segment_columns; s > 0; --s) {
+    segment_tables<8>(codes, tables);
+    codes += b3_strips::segment_columns, tables += 8 * sum_table_bytes;
+  }
+  if (const std::int64_t left = part % b3_strips::segment_columns) {
+    left == 8 ? segment_tables<3>(codes, tables) : segment_tables<6>(codes, tables);
+  }
 }
 
 // sums of the rows of a strip, whose scales are there for all of them, and of a token.
 template <ScaleType SCALE>
 TARGET static void sum_strip(const Matrix& of_all, const std::uint8_t* at, const std::uint8_t* tables, std::int64_t row,
                              const float* activation_scales, float* sums) {
-  Matrix matrix = of_all;  // which no store can change
+  Matrix matrix = of_all;  // with a constant type of scales
   matrix.scale_type = SCALE;
   constexpr int scale_bytes = SCALE == ScaleType::float32 ? 4 : 2;
   const std::int64_t groups = matrix.columns / matrix.group, segments = matrix.group / b3_strips::segment_columns;
   std::int64_t scale = scale_index(matrix, row);
+  Floats totals[vectors_of_rows] = {};
   for (std::int64_t g = 0; g < groups; ++g, scale += b3_strips::rows) {
     const char* ahead = static_cast<const char*>(matrix.group_scales) + (scale + 8 * b3_strips::rows) * scale_bytes;
     for (int i = 0; i < b3_strips::rows * scale_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
     Shorts dots[2 * strip_vectors] = {};
     NO_UNROLL for (std::int64_t s = 0; s < segments; ++s) add_segment<8>(at, tables, dots);
     matrix.group == 128 ? add_segment<3>(at, tables, dots) : add_segment<6>(at, tables, dots);
-    std::int16_t eights[b3_strips::rows];
-    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
+    Sums rows[vectors_of_rows];
+    in_rows(dots, rows);
     const float activation_scale = activation_scales ? activation_scales[g] : 1.0f;
-    UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
-      const RowFloats value = __builtin_convertvector(eight_of(eights, i), RowFloats) * scales_at<RowFloats>(matrix, scale + i);
-      store(sums + i, (g == 0 ? RowFloats{} : load<RowFloats>(sums + i)) + value * activation_scale);
+    UNROLL for (int i = 0; i < vectors_of_rows; ++i) {
+      const Floats value = __builtin_convertvector(rows[i], Floats) * scales_at<Floats>(matrix, scale + i * row_lanes);
+      totals[i] += value * activation_scale;
     }
   }
+  UNROLL for (int i = 0; i < vectors_of_rows; ++i) store(sums + i * row_lanes, totals[i]);
 }
 
 // The same without group scales: integers.
 TARGET static void sum_whole_rows(const Matrix& matrix, const std::uint8_t* at, const std::uint8_t* tables, std::int32_t* sums) {
   constexpr std::int64_t most = 10;  // segments, whose sums 16 bits hold
   const std::int64_t segments = packed::divide_up(matrix.columns, b3_strips::segment_columns);
+  Sums totals[vectors_of_rows] = {}, rows[vectors_of_rows];
   for (std::int64_t s = 0; s < segments; s += most) {
     Shorts dots[2 * strip_vectors] = {};
     const std::int64_t count = segments - s < most ? segments - s : most;
     NO_UNROLL for (std::int64_t i = 0; i < count; ++i) add_segment<8>(at, tables, dots);
-    std::int16_t eights[b3_strips::rows];
-    UNROLL for (int v = 0; v < 2 * strip_vectors; ++v) store(eights + v * lanes<std::int16_t>, dots[v]);
-    UNROLL for (int i = 0; i < b3_strips::rows; i += 8) {
-      store(sums + i, (s == 0 ? RowSums{} : load<RowSums>(sums + i)) + eight_of(eights, i));
-    }
+    in_rows(dots, rows);
+    UNROLL for (int i = 0; i < vectors_of_rows; ++i) totals[i] += rows[i];
   }
+  UNROLL for (int i = 0; i < vectors_of_rows; ++i) store(sums + i * row_lanes, totals[i]);
 }
 
 TARGET static void sum_strips(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,

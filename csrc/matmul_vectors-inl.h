@@ -30,6 +30,7 @@ INLINE Sums widen(const Sums& sums, const Sums& more) {
 INLINE Bytes shifted_down(const Bytes& v, int count) {
   return bit_cast<Bytes>(bit_cast<Vector<std::uint16_t>>(v) >> count);
 }
+INLINE Bytes shifted_up(const Bytes& v, int count) { return bit_cast<Bytes>(bit_cast<Vector<std::uint16_t>>(v) << count); }
 // Bits 2 p and 2 p + 1 of every byte.
 INLINE Bytes plane(const Bytes& v, int p) { return shifted_down(v, 2 * p) & 3; }
 INLINE Bytes low_nibbles(const Bytes& v) { return v & 15; }
