@@ -130,7 +130,7 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--top-p", "2"], "--top-p 2"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
-        (["--prompt", "a", "--max-tokens", "5000"], "the context holds 4,096"),
+        (["--prompt", "a", "--max-tokens", "5000"], "the context has room for 4,096"),
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),
     ],
 )

@@ -44,7 +44,7 @@ def test_folders_globs_and_lists_read_files_of_every_kind(
 ) -> None:
     a, c = some_texts(20, seed=1), some_texts(20, seed=2)
     everything = parse_source(str(mixed))
-    said = "skipped as no text (4): README.md, link, link.txt, sub/scan.pdf\n"
+    said = "skipped, not text (4): README.md, link, link.txt, sub/scan.pdf\n"
     assert capsys.readouterr().err.endswith(f"mixed: {said}")
     assert texts_of(everything) == [*a, *a, *c, "A whole book."]
     assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]

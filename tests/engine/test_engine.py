@@ -234,9 +234,9 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
     assert np.array_equal(logits["auto"], logits["group"])
     difference = relative_error(logits["token"], logits["group"])
     assert 0 < difference < 0.1
-    with pytest.raises(UserError, match=r"--activations group asks for .*; use token"):
+    with pytest.raises(UserError, match=r"--activations group needs .*; use token"):
         Engine.load(qwen, activations="group")
-    with pytest.raises(UserError, match="lookup needs groups of 64 or more, or none: use i2"):
+    with pytest.raises(UserError, match="lookup needs scale groups of 64 or more, or none: use i2"):
         Engine.load(tmp_path / "model", weight_format="lookup")
 
 

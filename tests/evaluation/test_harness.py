@@ -212,7 +212,7 @@ def test_other_configurations_of_a_data_set_are_ignored(tmp_path, name, task):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("piqa-Train.jsonl", "piqa-Train.jsonl is of another split than validation"),
+        ("piqa-Train.jsonl", "piqa-Train.jsonl is not of the split validation"),
         ("piqa/train.parquet", "has no .parquet file of its validation split"),
     ],
 )

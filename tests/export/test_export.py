@@ -172,7 +172,7 @@ def test_nothing_is_replaced(checkpoint: Path, tmp_path: Path, format: str) -> N
 
 
 def test_a_file_name_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"leave \.gguf out of the name"):
+    with pytest.raises(UserError, match=r"leave \.gguf out of its name"):
         export(checkpoint, tmp_path / "model.gguf", ExportConfig(format="gguf-q2_0"))
     with pytest.raises(UserError, match=r"cannot write .*: File name too long"):
         export(checkpoint, tmp_path / ("long" * 99), ExportConfig(format="bitnet"))

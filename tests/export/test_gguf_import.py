@@ -444,7 +444,7 @@ def test_a_folder_that_has_a_gguf_file_alone_names_it(
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(2, "f4")), "is not the one scale"),
+        (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(2, "f4")), "is not one non-zero"),
         (lambda w: w.add_tensor("blk.0.attn_norm.scale", np.ones(1, "f4")), "is not supported"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f")), "no supported rope scaling"),
         (lambda w: w.add_uint32("qwen2.rope.dimension_count", 8), "rotates all values of a head"),

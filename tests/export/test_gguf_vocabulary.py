@@ -79,7 +79,7 @@ def test_added_tokens_that_are_not_special_are_written(changed) -> None:
 def test_more_end_tokens_than_gguf_has_names_for_are_refused(changed) -> None:
     folder = changed()
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
-    with pytest.raises(UserError, match="4 tokens end its texts, of which GGUF names 3"):
+    with pytest.raises(UserError, match="4 end tokens, but GGUF stores at most 3"):
         read_vocabulary(folder)
 
 
@@ -95,7 +95,7 @@ def test_bos_and_eos_flags_follow_the_post_processor(changed, checkpoint, around
     contrary = {"add_eos_token": not last, "add_bos_token": True}
     edit_json(folder / "tokenizer_config.json", **contrary)
     if first:
-        with pytest.raises(UserError, match="other tokens around a text than bos and eos"):
+        with pytest.raises(UserError, match="tokens other than bos and eos to a text"):
             read_vocabulary(folder)
     else:
         vocabulary = read_vocabulary(folder)
@@ -135,7 +135,7 @@ def test_pre_tokenizers_as_published_tokenizers_spell_them(changed, steps, name)
     pre_tokenizer = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
     folder = changed(pre_tokenizer=pre_tokenizer, normalizer=None)
     if name is None:
-        with pytest.raises(UserError, match="is not one of those that the GGUF export knows"):
+        with pytest.raises(UserError, match="is not one that llama"):
             read_vocabulary(folder)
         return
     assert read_vocabulary(folder)["pre"] == name
@@ -162,12 +162,12 @@ def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
     [
         (
             {"pre_tokenizer": {"type": "Whitespace"}},
-            "is not one of those that the GGUF export knows",
+            "is not one that llama",
         ),
         ({"normalizer": {"type": "Lowercase"}}, "normaliser Lowercase is not available"),
         ({"model": {"type": "Unigram"}}, "not a plain BPE"),
-        ({"model": {"byte_fallback": True}}, "splits text as llama.cpp's SentencePiece does not"),
-        ({"model": {"ignore_merges": True}}, "with ignore_merges True, is not one of those"),
+        ({"model": {"byte_fallback": True}}, "splits text, unlike llama.cpp's SentencePiece"),
+        ({"model": {"ignore_merges": True}}, "with ignore_merges True, is not one that"),
     ],
 )
 def test_tokenizers_that_llama_cpp_would_read_differently_are_refused(

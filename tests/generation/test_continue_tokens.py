@@ -152,8 +152,8 @@ def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer)
         ([], 1, UserError, "prompt is empty"),
         ([270], 1, UserError, "token 270 is outside the model's vocabulary of 270"),
         ([-1, 5], 1, UserError, "token -1 is outside the model's vocabulary of 270"),
-        ([1] * 512, 1, ContextFull, "the context holds 512: ask"),
-        ([1] * 500, 13, ContextFull, "ask for fewer, or shorten"),
+        ([1] * 512, 1, ContextFull, "the context has room for 512: request"),
+        ([1] * 500, 13, ContextFull, "request fewer, or shorten"),
     ],
 )
 def test_invalid_requests_are_refused_before_any_work(engine, tokenizer, prompt, new, error, words):

@@ -82,7 +82,7 @@ def test_answers_end_where_the_context_does(folder):
     assert answer.finish_reason == "length"
     assert len(answer.tokens) + answer.prompt_tokens == 40
     before = list(conversation.messages)
-    with pytest.raises(UserError, match="the context holds 40: start over, or write less"):
+    with pytest.raises(UserError, match="the context has room for 40: start over, or write less"):
         ask(conversation, "too much")
     assert conversation.messages == before
     model.engine.close()

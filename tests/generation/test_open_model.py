@@ -133,7 +133,7 @@ def test_a_prompt_is_continued_in_python(folder):
     for wrong, words in (({"max_tokens": 0}, "max_tokens=0"), ({"top_p": 2}, "top_p=2")):
         with pytest.raises(UserError, match=words):
             model.generate("some words", **wrong)
-    with pytest.raises(ContextFull, match="ask for fewer"):
+    with pytest.raises(ContextFull, match="request fewer"):
         model.generate("some words", max_tokens=10_000)
     model.engine.close()
 

@@ -159,9 +159,9 @@ def test_a_group_with_more_non_zeros_than_its_pattern_is_refused(m: int) -> None
     [
         (torch.full((2, 8), 2, dtype=torch.int8), "i2", "8:8", "other than -1, 0 and 1"),
         (torch.full((2, 8), -128, dtype=torch.int8), "b3", "8:8", "other than -1, 0 and 1"),
-        (torch.zeros(2, 8), "i2", "8:8", "takes an int8 matrix, not torch.float32"),
-        (torch.zeros(8, dtype=torch.int8), "i2", "8:8", "takes an int8 matrix"),
-        (torch.zeros(0, 8, dtype=torch.int8), "i2", "8:8", "takes an int8 matrix"),
+        (torch.zeros(2, 8), "i2", "8:8", "needs an int8 matrix, not torch.float32"),
+        (torch.zeros(8, dtype=torch.int8), "i2", "8:8", "needs an int8 matrix"),
+        (torch.zeros(0, 8, dtype=torch.int8), "i2", "8:8", "needs an int8 matrix"),
         (torch.zeros(2, 12, dtype=torch.int8), "i2", "6:8", "not a multiple of 8"),
         (torch.zeros(2, 12, dtype=torch.int8), "q4", "2:4", "'q4' is unknown"),
     ],

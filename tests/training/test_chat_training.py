@@ -281,7 +281,7 @@ def test_evaluate_scores_answers_as_training_does(
     assert [each["context_length"] for each in both] == [64, 64]
     assert both[0]["mean_nll"] < both[1]["mean_nll"] - 0.1
     rows.write_text('{"messages": []}')
-    with pytest.raises(UserError, match="no message of the assistant"):
+    with pytest.raises(UserError, match="no assistant message"):
         read_text(config.out, rows, chat=True)
 
 

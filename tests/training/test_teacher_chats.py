@@ -56,9 +56,9 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
     assert capsys.readouterr().err.endswith("empty since the resumption\n")
     write(25)
     assert Path(cut).read_bytes().startswith(content)
-    with pytest.raises(UserError, match=r"holds .*'seed': 0.*not .*'seed': 4"):
+    with pytest.raises(UserError, match=r"was made with .*'seed': 0.*not .*'seed': 4"):
         write(30, seed=4)
-    with pytest.raises(UserError, match="holds 25 conversations: do not ask for fewer"):
+    with pytest.raises(UserError, match="holds 25 conversations: request at least that many"):
         write(24)
     mine = json.dumps({"messages": chats[0]}).encode()
     for others in (mine, mine[:20], content + mine):
@@ -108,7 +108,9 @@ def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch
 
 UNUSABLE = {
     "no chat template": None,
-    "must put text before a user": TEMPLATE.replace("content }}{{ eos_token }}", "content }}"),
+    "must put text before and an end token after": TEMPLATE.replace(
+        "content }}{{ eos_token }}", "content }}"
+    ),
     "and an end token after": "{{ messages[0].content }}{{ eos_token }}",
     "refuses": "{{ raise_exception('no') }}",
     "writes no more conversations .dropped 0 repeated, 44 too long": TEMPLATE,

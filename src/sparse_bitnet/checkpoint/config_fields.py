@@ -87,7 +87,7 @@ class Fields:
         if type(value) is not int or value < 1:
             raise UserError(f"{self._where}{name} is {shown(value)}, not a positive size")
         if value > most:
-            raise UserError(f"{self._where}{name} is above {most:,}, the most that can be computed")
+            raise UserError(f"{self._where}{name} is above {most:,}, the largest supported value")
         return value
 
 

@@ -69,8 +69,8 @@ def read_rotation(
         if not fits.get(key) or lists.get(key, value) != value:
             said = f" (see {min(odd)})" if key == "weight_names" and odd else ""
             raise UserError(
-                f"{where}{key} is {shown(value)}{said}, which is not known here or does not fit the "
-                "model: its rotated weights cannot be read"
+                f"{where}{key} is {shown(value)}{said}, which is not supported or does not fit the "
+                "model, so its rotated weights cannot be read"
             )
     if not is_explicit:
         widths, signs = [*wanted], [1] * sum(wanted)

@@ -208,8 +208,8 @@ class GgufCheckpoint(Checkpoint):
         factors = [self.gguf.floats(name) for name in scales] or [np.ones(1, np.float32)]
         if len(factors) > 1 or factors[0].size != 1 or not 0 < abs(factors[0].item()) < np.inf:
             raise UserError(
-                f"{self.gguf.path}: tensor {scales[0]} is not the one scale of its matrix, a number "
-                "other than zero"
+                f"{self.gguf.path}: tensor {scales[0]} is not one non-zero number, the "
+                "scale of its matrix"
             )
         return np.float32(factors[0].item())
 

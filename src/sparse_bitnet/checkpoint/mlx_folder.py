@@ -63,7 +63,7 @@ class MlxFolder(ForeignFolder):
             )
 
     def prepare(self) -> None:
-        """Raises `UserError` for words, scales and biases that do not belong together."""
+        """Raises `UserError` for words, scales and biases that do not match."""
         self.outer = read_config(self.folder)
         declared = {key: self.outer.get(key) for key in _DECLARED}
         has_keys = (self.folder / MLX_KEYS).exists() or declared["hadamard_config"]
@@ -84,7 +84,7 @@ class MlxFolder(ForeignFolder):
             if scales != biases or not runs or CODES_PER_WORD * words[1] % runs:
                 raise UserError(
                     f"layer {name} of {self.folder}: its words {list(words)}, scales {list(scales)} and "
-                    f"biases {list(biases)} do not belong together"
+                    f"biases {list(biases)} do not match"
                 )
             shapes[f"{name}.weight"] = (words[0], CODES_PER_WORD * words[1])
             del shapes[f"{name}.scales"], shapes[f"{name}.biases"]

@@ -85,8 +85,8 @@ class PackedCheckpoint(Checkpoint):
         types = one if scales.shape == (1,) else ("F32", "F16", "BF16")
         if scales.dtype not in types or scale_group(scales.shape, *shape) is None:
             raise UserError(
-                f"{self.file.path}: tensor {name} is {DTYPES[scales.dtype]} {list(scales.shape)}, the "
-                f"model needs scales of a matrix {list(shape)}"
+                f"{self.file.path}: tensor {name} is {DTYPES[scales.dtype]} {list(scales.shape)}, not "
+                f"scales for a matrix {list(shape)}"
             )
 
     def ternary(self, layer: str) -> TernaryWeight:
@@ -121,7 +121,7 @@ def _check_scales(scales: "Tensor", name: str) -> None:
     low, high = (float(bound) for bound in scales.aminmax())
     if not (low > 0 or (low == 0 and scales.numel() > 1)) or not high < math.inf:
         raise UserError(
-            f"tensor {name} is {low}: a scale is positive and finite; pack the model again"
+            f"tensor {name} has {low}, but scales are positive and finite; pack the model again"
         )
 
 

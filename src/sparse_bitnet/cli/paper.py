@@ -146,7 +146,7 @@ def train_set(scale: Scale, experiments: Sequence[str], *, out: Path, **options:
         print(f"{stop}; the same command continues from there")
         sys.exit(130)
     print(
-        f"{out}: {outcome.trained} runs trained, {outcome.skipped} had been trained before; "
+        f"{out}: {outcome.trained} runs trained, {outcome.skipped} done before; "
         f"`sparse-bitnet report {out}` writes tables and figures"
     )
     if outcome.failed:

@@ -53,11 +53,11 @@ def check_conversation(row: Mapping[str, Any], column: str, where: str) -> str:
         tools = _from_json(row.get("tools")) or []
         tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else [tools]
         if not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError("column 'tools' is no list of objects")
+            raise ValueError("column 'tools' is not a list of objects")
         whole = {"messages": messages, "tools": tools} if tools else messages
         return json.dumps(whole, ensure_ascii=False)
     except TypeError as error:  # a .parquet column can hold dates and bytes
-        raise SkippedRow(f"{where}: column {column!r} holds what JSON cannot: {error}") from error
+        raise SkippedRow(f"{where}: column {column!r} is not JSON: {error}") from error
     except (ValueError, RecursionError) as error:
         raise SkippedRow(f"{where}: {error}") from error
 
@@ -80,10 +80,10 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
             messages.insert(0, _message({"role": "system", "content": row["system"]}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f'column {column!r} is no list of {{"role": text, "content": text}}'
+            f'column {column!r} is not a list of {{"role": text, "content": text}}'
         ) from error
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no message of the assistant, so nothing to learn")
+        raise ValueError("no assistant message, so nothing to learn")
     return messages
 
 
@@ -111,7 +111,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
-            raise ValueError("content that is no text")
+            raise ValueError("content that is not text")
         content = "".join(part["text"] for part in content)
     calls = message.get("tool_calls") or []
     if content is None and (calls or message["role"] == "tool"):

@@ -178,7 +178,7 @@ def _expand(pattern: str) -> list[Path]:
         known = [each for each in files if each.is_file() and each.name.endswith(tuple(READERS))]
         paths = [each for each in known if each.name not in _ABOUT_DATA]
         if others := [str(each.relative_to(path)) for each in files if each not in {*paths}]:
-            say(f"{path}: skipped as no text ({len(others):,}): {', '.join(others[:5])}")
+            say(f"{path}: skipped, not text ({len(others):,}): {', '.join(others[:5])}")
     elif path.exists() or not glob.has_magic(pattern):
         paths = [path]
     else:

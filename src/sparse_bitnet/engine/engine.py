@@ -176,7 +176,7 @@ def _weight_format(
         known = ", ".join(FORMATS)
         raise UserError(f"--weight-format {name} exists only in files: choose one of {known}")
     if name in ("b3", "lookup") and unsupported:
-        raise UserError(f"--weight-format {name} needs groups of 64 or more, or none: use i2")
+        raise UserError(f"--weight-format {name} needs scale groups of 64 or more, or none: use i2")
     return name
 
 
@@ -197,7 +197,7 @@ def _activation_group(model: EngineModel, activations: str) -> int:
     group = next(iter(groups)) if len(groups) == 1 else 0
     if activations == "group" and not group:
         raise UserError(
-            f"{model.folder}: --activations group asks for weights with one size of groups; use token"
+            f"{model.folder}: --activations group needs weights that all have one group size; use token"
         )
     return 0 if activations == "token" else group
 

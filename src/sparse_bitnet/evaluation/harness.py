@@ -225,7 +225,7 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
         others = ("train", "val", "dev") if task.split == "test" else ("train", "test")
         for path in files[task.split]:
             if any(word in path.name.lower() for word in others):
-                raise UserError(f"task {name}: {path} is of another split than {task.split}")
+                raise UserError(f"task {name}: {path} is not of the split {task.split}")
         kind, folder = "json", data / task.name.rpartition("/")[2] / task.config
         if not files[task.split] and folder.is_dir():
             kind, splits = "parquet", ("train", task.split)

@@ -78,7 +78,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     more = {end for end in more if 0 <= end < vocab_size} - {special["eos"]}
     if len(more) > len(_MORE_ENDS):
         raise UserError(
-            f"{folder}: {len(more) + 1} tokens end its texts, of which GGUF names 3; leave 3 in the "
+            f"{folder}: {len(more) + 1} end tokens, but GGUF stores at most 3; leave 3 in the "
             "eos_token_id of generation_config.json"
         )
     special |= zip(_MORE_ENDS, sorted(more), strict=False)
@@ -112,7 +112,7 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
     around = {"bos": more > 0 and whole[0] == bos, "eos": more > 0 and whole[-1] == eos}
     if whole != [bos] * around["bos"] + inner + [eos] * around["eos"]:
         raise UserError(
-            f"{path}: it puts other tokens around a text than bos and eos, which GGUF cannot say"
+            f"{path}: it adds tokens other than bos and eos to a text, which GGUF cannot store"
         )
     return around
 
@@ -144,7 +144,7 @@ def _adds_space(content: dict[str, Any], path: Path) -> bool:
         steps = []
     if steps not in ([_TO_SPACE], [_PREPEND, _TO_SPACE]):
         raise UserError(
-            f"{path}: it changes or splits text as llama.cpp's SentencePiece does not: "
+            f"{path}: it changes or splits text, unlike llama.cpp's SentencePiece: "
             f"{json.dumps([normalizer, pre_tokenizer])[:120]}"
         )
     return _PREPEND in steps
@@ -165,8 +165,8 @@ def _pre_tokenizer_name(content: dict[str, Any], path: Path) -> str:
         if (row.regexes, row.ignores_merges) == (splits, ignores):
             return row.names[0]
     raise UserError(
-        f"{path}: its pre-tokenizer, with ignore_merges {ignores}, is not one of those that the GGUF "
-        f"export knows by llama.cpp's name ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): "
+        f"{path}: its pre-tokenizer, with ignore_merges {ignores}, is not one that llama.cpp has "
+        f"a name for ({', '.join(row.names[0] for row in PRE_TOKENIZERS)}): "
         f"{json.dumps(steps)[:120]}"
     )
 

@@ -34,7 +34,7 @@ def check_new_folder(out: str | Path) -> Path:
     """Return `out` as a path. Raises `UserError` if it exists: an export replaces nothing."""
     out = Path(out)
     if out.suffix == ".gguf":
-        raise UserError(f"{out}: leave .gguf out of the name, which stands for a folder")
+        raise UserError(f"{out}: OUT is a folder, so leave .gguf out of its name")
     with os_errors_as(f"cannot write {out}"):
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             raise UserError(f"{out} exists already; choose another folder or remove it")

@@ -126,8 +126,8 @@ class Conversation:
         prompt = self._model.tokenizer.encode(text, add_special_tokens=False)
         if len(prompt) >= most:
             raise ContextFull(
-                f"the conversation with this message has {len(prompt):,} tokens and the context holds "
-                f"{most:,}: start over, or write less"
+                f"the conversation with this message has {len(prompt):,} tokens, but the context has "
+                f"room for {most:,}: start over, or write less"
             )
         # A repeated question may get another answer; a repeated conversation gets the same ones.
         seed = (self._sampling.seed + len(self.messages)) % 2**64

@@ -162,8 +162,8 @@ class Scheduler:
         # The last token of a prompt that is only scored is not computed.
         if (len(prompt) + new if new else generation.largest_cache(None)) > most:
             raise ContextFull(
-                f"the prompt has {len(prompt):,} tokens and {new:,} new ones requested; the context "
-                f"holds {most:,}: ask for fewer, or shorten the prompt"
+                f"the prompt has {len(prompt):,} tokens and {new:,} new ones are requested, but "
+                f"the context has room for {most:,}: request fewer, or shorten the prompt"
             )
         return generation
 
@@ -271,7 +271,7 @@ class Scheduler:
             raise CacheFull(
                 f"the cache has room for {self._engine.free_tokens:,} tokens, not for the "
                 f"{generation.prompt_tokens:,} of the prompt and {generation.request.max_tokens:,} new "
-                "ones: load the model with more cache, or ask for less"
+                "ones: load the model with more cache, or request fewer"
             )
         with self._lock:
             self._waiting.remove(generation)

@@ -119,8 +119,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         """Raise `UserError` if the weight is folded with the transform of its inputs."""
         if self.inputs.variant.folds:
             raise UserError(
-                f"the weights have been rotated for activation={self.config.activation}: convert the "
-                "model from before, or keep this activation"
+                f"the weights are rotated for activation={self.config.activation}: convert the "
+                "original model, or keep this activation"
             )
 
     def to_linear(self) -> nn.Linear:

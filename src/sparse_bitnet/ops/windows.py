@@ -51,7 +51,7 @@ def window_layout(pattern: NMPattern) -> WindowLayout:
     if m % 2 == 0 and m >= WINDOW and n <= m - 2:
         return WindowLayout(m, m // 2 - 1)
     raise UserError(
-        f"pattern {pattern} has no 2:4 form: it takes an even m and at most m - 2 of every m weights; "
+        f"pattern {pattern} has no 2:4 form, which needs an even m and at most m - 2 of m weights; "
         "run it on the dense kernels"
     )
 

@@ -63,7 +63,7 @@ def pack(codes: Matrix, format: str, pattern: NMPattern, *, name: str = "(unname
     array = _array(codes)
     if array.dtype != np.int8 or array.ndim != 2 or not array.size:
         raise UserError(
-            f"layer {name}: pack takes an int8 matrix, not {codes.dtype} {list(codes.shape)}"
+            f"layer {name}: pack needs an int8 matrix, not {codes.dtype} {list(codes.shape)}"
         )
     rows, in_features = array.shape
     packed = np.empty((rows, row_bytes(format, pattern, in_features, layer=name)), np.uint8)
@@ -224,7 +224,7 @@ def _unpack_planes(
     planes: _Planes, packed: Bytes, pattern: NMPattern, in_features: int
 ) -> np.ndarray:
     if (planes.codes[0] == 2).take(packed).any():
-        raise DamagedBytes(f"a byte stands for no {len(planes.codes)} codes")
+        raise DamagedBytes(f"a byte is not a code of {len(planes.codes)} weights")
     codes = np.empty((len(packed), in_features), np.int8)
     for columns, at, block_bytes in _spans(planes, in_features):
         blocks = packed[:, at].reshape(len(packed), -1, block_bytes)
@@ -305,7 +305,7 @@ def _unpack_nm_enum(packed: Bytes, pattern: NMPattern, in_features: int) -> np.n
             groups[:, :, i] = word - quotient * states
             word = quotient
         if word.any():
-            raise DamagedBytes("a word stands for no groups")
+            raise DamagedBytes("a word is not a code of groups")
         begin += size
     return _codes_of_numbers(numbers, coded).reshape(rows, in_features)
 
@@ -371,7 +371,7 @@ def _unpack_nm_sign(packed: Bytes, pattern: NMPattern, in_features: int) -> np.n
     groups = _words_of_bits(bits.reshape(rows, -1, group_bits))
     left = groups & np.uint64((1 << place_bits) - 1)
     if (left >= math.comb(coded.m, coded.n)).any():
-        raise DamagedBytes("a group has places that no group has")
+        raise DamagedBytes("a group has an invalid set of positions")
     sets, rank = _sets(coded), np.full(groups.shape, coded.n, np.uint8)
     codes = np.empty((*groups.shape, coded.m), np.int8)
     for place in range(coded.m - 1, -1, -1):

@@ -43,7 +43,7 @@ class AllowedHosts:
         all. Raises `UserError` for an invalid one."""
         for name in names:
             if name != ANY and not re.fullmatch(r"[\w.-]+", name) and not _is_address(name):
-                raise UserError(f"--allowed-host {name}: give a name or an address alone")
+                raise UserError(f"--allowed-host {name}: give only a host name or an IP address")
         self._names = {name.lower() for name in ("localhost", socket.gethostname(), *names)}
         self.origins = {origin.rstrip("/").lower() for origin in origins}
         for origin in self.origins:

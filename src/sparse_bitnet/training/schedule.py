@@ -38,7 +38,7 @@ def format_of(config: TrainConfig) -> SparseBitConfig:
     if config.sparse_fraction != 1 and format.schedule != REGISTERED["schedule"]:
         raise UserError(
             f"sparse_fraction={config.sparse_fraction} contradicts schedule={format.schedule} of the "
-            "format, which says itself when masks begin: leave one of them out"
+            "format, which itself decides when masks begin: leave one of them out"
         )
     phase(config, format, 1)
     return format

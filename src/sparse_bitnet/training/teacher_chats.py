@@ -54,16 +54,16 @@ def write_conversations(
     marks = tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
     if not opening or len(rest) != 1 or not rest[0].lstrip().startswith(marks):
         raise UserError(
-            f"{teacher}: its chat template must put text before a user and an end token after"
+            f"{teacher}: its chat template must put text before and an end token after a user's message"
         )
     size = BATCH_SIZE[place.type] if batch_size is None else batch_size
     if path.suffix != ".jsonl" or min(count, size) < 1:
-        raise UserError(f"{path}: name a .jsonl file, --conversations and --batch-size above 0")
+        raise UserError(f"{path}: give a .jsonl file; --conversations and --batch-size above 0")
     made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": longest, "batch_size": size}
     if len(rows := _written(path, made)) == count:
         return
     if len(rows) > count:
-        raise UserError(f"{path} holds {len(rows):,} conversations: do not ask for fewer")
+        raise UserError(f"{path} holds {len(rows):,} conversations: request at least that many")
     check()
     batch = last = rows[-1][0] if rows else 0
     rows = [row for row in rows if row[0] < batch]
@@ -121,7 +121,7 @@ def _written(path: Path, made: dict[str, Any]) -> list[tuple[int, str, bytes]]:
             how = (row := json.loads(line))["sampled"]
             rows.append((how.pop("batch"), _folded(row["messages"]), line + b"\n"))
         if how != made:
-            raise UserError(f"{path} holds {how}, not {made}: choose another file or those options")
+            raise UserError(f"{path} was made with {how}, not {made}: choose another file")
     begin = json.dumps({"sampled": made}).encode()[:-2]
     if last[: len(begin)] != begin[: len(last)]:
         raise UserError(others)

@@ -121,9 +121,9 @@ def _take_folder(
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"--tensorboard: the package is not installed: {install('tensorboard')}")
     if config.lora and format.variant("activation").has("transform"):  # adapters get plain inputs
-        raise UserError(f"lora needs activation=int8, not {format.activation}")
+        raise UserError(f"--lora needs activation=int8, not {format.activation}")
     if config.lora and importlib.util.find_spec("peft") is None:
-        raise UserError(f"lora needs peft, which is not installed: {install('fine-tuning')}")
+        raise UserError(f"--lora needs peft, which is not installed: {install('fine-tuning')}")
     for name in dict.fromkeys(filter(None, (config.init, config.teacher))):
         stored = find_checkpoint(name)
         if not text.check_tokenizer(stored.folder, name):
@@ -138,8 +138,8 @@ def _take_folder(
             is_other = is_linear(module) and not isinstance(module, torch.nn.Linear)
             if (is_other or is_fused_experts(module)) and not format.keeps_dense(layer):
                 say(
-                    f"{layer} of {name} is no plain linear layer: `pack` and `export` will not support "
-                    "the trained model. `generate` runs it through transformers"
+                    f"{layer} of {name} is not a plain linear layer: `pack` and `export` will not "
+                    "support the trained model. `generate` runs it through transformers"
                 )
                 break
     held.enter_context(run_lock(run))
@@ -191,7 +191,7 @@ class Trainer:
             self.model = self.build(meta=True) if world.mesh else cast(Any, whole)
             if world.mesh:
                 if config.lora:
-                    raise UserError("lora trains in one process: leave out torchrun")
+                    raise UserError("--lora trains in one process: leave out torchrun")
                 distributed.check_splits(self.model)
             self._check_learnt()
             identity = {**data["train"], "teacher": data["teacher"]}
@@ -424,7 +424,7 @@ class Trainer:
             if row["step"] == self.config.steps and "loss" in row:
                 return row
         raise UserError(
-            f"{path} lacks the row of step {self.config.steps}: bring the file back, or remove "
+            f"{path} lacks the row of step {self.config.steps}: restore the file, or remove "
             f"{checkpoint_path(self.run, self.config.steps)} to train that step again"
         )
 
