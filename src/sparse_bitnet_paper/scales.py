@@ -221,8 +221,8 @@ class QuickstartConfig(DenseLayersOption):
     """Folder for data, models, results and report."""
 
     steps: int = 500
-    """Number of optimiser steps per model. By default a model sees about three tokens per weight; after
-    far fewer, sparsity costs nothing yet."""
+    """Number of optimiser steps per model. The default is about three tokens per weight; with far fewer,
+    sparsity costs nothing yet."""
 
     seeds: int = 1
     """Number of seeds; several show the spread, and each adds the same time."""

@@ -146,7 +146,7 @@ def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run, t
         ("--init=x --initial-weights normal", "--initial-weights has no effect here"),
         ("--decay-fraction=0.1", "it is for --schedule wsd"),
         ("--init x --lora 4 --decay-embeddings", "--lora trains none"),
-        ("--weight-decay 0 --final-weight-decay-fraction 0.5", "nothing decays"),
+        ("--weight-decay 0 --final-weight-decay-fraction 0.5", "no weight decay"),
         ("--masters bf16 --precision float32", "--masters bf16 computes in bf16"),
     ],
 )

@@ -25,7 +25,7 @@ class BenchOptions:
 
     pattern: tuple[str, ...] = ()
     """N:M patterns of the random weights, one model each; 8:8 is dense. "6:8 binary": no kept weight is
-    zero (quantizer=binary). Default: 6:8, or 8:8 for bonsai, the only one there."""
+    zero (quantizer=binary). Default: 6:8; for bonsai 8:8, its only one."""
 
     weight_format: tuple[WeightFormat, ...] = ("auto",)
     """Run-time formats of the weights to measure."""

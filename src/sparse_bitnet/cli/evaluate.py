@@ -109,8 +109,8 @@ class EvaluateConfig:
 
 @command("evaluate")
 def main(checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."], config: EvaluateConfig) -> None:
-    """Measure perplexity on held-out text, exactly, over all its tokens; with --tasks, measure
-    accuracy on lm-eval's tasks instead.
+    """Measure perplexity over all tokens of held-out text; with --tasks, measure accuracy on lm-eval's
+    tasks instead.
 
     Args:
         checkpoints: Run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.

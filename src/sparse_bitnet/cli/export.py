@@ -72,7 +72,7 @@ def import_(checkpoint: CheckpointArgument, out: OutArgument, config: ImportConf
     weights that are ternary, or a GGUF file with ternary weights.
 
     Args:
-        checkpoint: Folder or hub id of that checkpoint, or a .gguf file.
+        checkpoint: Folder or hub id of the ternary checkpoint, or a .gguf file.
         out: New folder to write, for `train --init`, `evaluate`, `generate` and `pack`.
         config: options.
     """

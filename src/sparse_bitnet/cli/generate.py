@@ -70,15 +70,15 @@ class TextOptions(SamplingOptions):
 
 @dataclass(kw_only=True)
 class SpeculationOptions:
-    """Options of speculative decoding: the same text, sooner where it repeats itself."""
+    """Options of speculative decoding, which gives the same text faster."""
 
     speculative_tokens: int = 7
-    """Speculative decoding (cpu): maximum number of draft tokens checked per step. Fewer are used where
-    that is faster on this machine. 0: none."""
+    """Speculative decoding (cpu): maximum number of draft tokens checked per step. Fewer are used if that
+    is faster on this machine. 0: off."""
 
     draft: str | None = None
-    """Draft model (cpu): a smaller packed model with the same tokenizer. It proposes draft tokens where
-    the text so far has no repetition to copy."""
+    """Draft model (cpu): a smaller packed model with the same tokenizer. It drafts tokens where the text
+    so far has no repetition to copy."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""

@@ -21,8 +21,8 @@ class PackConfig:
     """How to store weights and embeddings."""
 
     packed_format: PackedFormat = "auto"
-    """Packed format of the ternary weights. auto: the smallest that loads at most 1.5 times slower than
-    i2. nm-sign: only for models trained with quantizer=binary."""
+    """Packed format of the ternary weights. auto: the smallest that takes at most 1.5 times as long as
+    i2 to load. nm-sign: only for models trained with quantizer=binary."""
 
     embeddings: Embeddings = "auto"
     """Data type of embedding and output head. int8: one scale per row. float32: as trained. auto: ternary

@@ -76,7 +76,7 @@ class ReproduceConfig(DenseLayersOption):
     minutes on an H200. paper: the paper's own."""
 
     out: Path | None = None
-    """Folder for the results; runs that are finished there are skipped. Default: runs/SCALE."""
+    """Folder for the results; finished runs in it are skipped. Default: runs/SCALE."""
 
     seeds: int | None = None
     """Number of seeds of every experiment. Default: set by the scale."""
@@ -97,7 +97,7 @@ class ReproduceConfig(DenseLayersOption):
     """Score only the first N questions of each task."""
 
     dry_run: bool = False
-    """Print the runs and their size, and train nothing."""
+    """Print the runs and their sizes without training."""
 
 
 @command("reproduce")
@@ -196,12 +196,12 @@ def report(
     page: Path | None = None,
     engine: Path | None = None,
 ) -> None:
-    """Write tables and figures of the experiments beside the paper's own, and a verdict on each claim.
+    """Write tables and figures of the experiments next to the paper's, and a verdict on each claim.
 
     Args:
         folders: Folders written by `reproduce`, one page each.
-        document: Markdown file of the first page. Default: report.md in the first folder. Further pages
-            go to a folder of the same name (report/), figures to figures/ beside it.
+        document: Markdown file of the first page. Default: report.md in the first folder. Other pages go
+            to a folder of the same name (report/), figures to figures/ beside it.
         page: HTML file with all pages. Default: report.html in the first folder, or none with --document.
         engine: File written by `bench --out` with several patterns, for table 3.
     """

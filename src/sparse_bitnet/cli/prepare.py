@@ -36,22 +36,22 @@ class SourceConfig:
 
     chat: bool = False
     """Read documents as conversations: lists of {"role", "content"} in the column "messages", or the
-    columns of ShareGPT or Alpaca. Training with --tokenizer's chat template learns only what the
-    assistant says. Rows without a conversation are skipped and counted."""
+    columns of ShareGPT or Alpaca. They are formatted with --tokenizer's chat template, and only what the
+    assistant says counts in the loss. Rows without a conversation are skipped and counted."""
 
     beside: str | None = None
-    """Plain text to prepare beside the conversations, written like SOURCE, with its text in the column
-    "text". All of it is for training, which learns every token. Sources joined by commas take turns."""
+    """Plain text to mix into the training conversations, given like SOURCE, with its text in the column
+    "text". All its tokens count in the loss. Several sources, separated by commas, take turns."""
 
     beside_bytes: int | None = None
-    """Read only the first N bytes of --beside's text, in equal parts of its sources."""
+    """Read only the first N bytes of --beside's text, in equal parts from its sources."""
 
     validation: str | None = None
-    """Text to hold out for validation, written like SOURCE, instead of a part of SOURCE."""
+    """Text to hold out for validation, given like SOURCE, instead of part of SOURCE."""
 
     validation_fraction: float | None = None
-    """Fraction of the documents held out for validation, chosen by hash; of pieces, if documents are few
-    and long. Default: 0.03 for Python files, 0.01 for local files, 0.0005 for a hub data set."""
+    """Fraction of the documents (or of pieces of a few long ones) to hold out for validation, chosen by
+    hash. Default: 0.03 for Python files, 0.01 for local files, 0.0005 for a hub data set."""
 
     limit_bytes: int | None = None
     """Read only the first N bytes of SOURCE's text."""
@@ -76,18 +76,18 @@ def main(
     """Tokenise SOURCE into the folder OUT, ready for `sparse-bitnet train --data OUT`.
 
     The same command resumes after an interruption, and verifies the shards of a finished folder. It
-    recognises a file of SOURCE by its name, its size and 64 kB at both ends, and sees no other changes.
+    detects a change in a file of SOURCE only from the name, the size, and 64 kB at both ends.
 
     Args:
         source: Text to tokenise: python-stdlib; python-packages; a .jsonl, .jsonl.zst, .jsonl.gz, .json,
-            .csv, .parquet, .txt or .md file, a folder or quoted glob of them, several joined by commas;
-            or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
+            .csv, .parquet, .txt or .md file, a folder or quoted glob of such files, or several, separated
+            by commas; or a hub data set, hub:OWNER/NAME[/CONFIG][@SPLIT].
         out: Folder to write.
         shard_tokens: Number of tokens per shard file.
-        from_model: Chat model that first writes SOURCE, a .jsonl file; always read with --chat, and with
-            the model's tokenizer unless --tokenizer names another.
+        from_model: Chat model that first writes conversations to SOURCE, a .jsonl file. Implies --chat;
+            its tokenizer is the default of --tokenizer.
         conversations: Number of conversations for --from-model to write.
-        batch_size: Number of them to sample at once. Default: 32 on a CPU, 1024 on a GPU.
+        batch_size: Number of conversations sampled at once. Default: 32 on a CPU, 1024 on a GPU.
         seed: Random seed for --from-model.
     """
     from sparse_bitnet.data.documents import VALIDATION

@@ -43,12 +43,12 @@ class ServeConfig:
     """Model name in requests and responses. Default: the name of the checkpoint's folder."""
 
     max_running: int = 32
-    """Maximum number of generations that run together. Without --cache-tokens, the KV cache has room for
-    1024 tokens per generation, which a single generation may fill alone."""
+    """Maximum number of generations that run at the same time. Without --cache-tokens, the KV cache has
+    room for 1024 tokens times this number, shared by all generations."""
 
     prefill_slice: int = 32
-    """Number of prompt tokens computed per decode step (chunked prefill); down to a quarter of it while
-    many generations decode. Larger: new requests start sooner. Smaller: streams pause less."""
+    """Number of prompt tokens computed per decode step (chunked prefill); as few as a quarter
+    while many generations decode. Larger: new requests start sooner. Smaller: streams pause less."""
 
     max_queue: int = 128
     """Maximum number of waiting generations; further requests get status 429."""

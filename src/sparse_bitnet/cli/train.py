@@ -78,8 +78,8 @@ class DistillOptions(Options):
 
     format: str = "auto"
     """Weight format and N:M pattern, for example ternary-6:8,quantizer=per-group:size=64. auto: ternary
-    6:8 with a scale for each group, blended in (schedule=lambda), and unless --lora is given in a rotated
-    basis (activation=int8-hadamard)."""
+    6:8 with group scales, blended in gradually (schedule=lambda) and, without --lora, in a rotated basis
+    (activation=int8-hadamard)."""
 
     model: Annotated[str, HIDDEN] = TrainConfig.model
     initial_weights: Annotated[Literal["normal", "uniform"], HIDDEN] = "normal"
@@ -154,8 +154,8 @@ def check_effect(chosen: Options, arguments: list[str]) -> None:
         "--model": init and "--init names the model",
         "--initial-weights": init and "--init has weights",
         "--decay-fraction": chosen.schedule == "cosine" and "it is for --schedule wsd",
-        "--decay-embeddings": (lora and "--lora trains none") or (not decay and "nothing decays"),
-        "--final-weight-decay-fraction": not decay and "nothing decays",
+        "--decay-embeddings": (lora and "--lora trains none") or (not decay and "no weight decay"),
+        "--final-weight-decay-fraction": not decay and "no weight decay",
         "--precision": (chosen.masters, chosen.precision) == ("bf16", "float32")
         and "--masters bf16 computes in bf16",
     }

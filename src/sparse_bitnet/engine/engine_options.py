@@ -31,8 +31,8 @@ class EngineOptions:
 
     weight_format: WeightFormat = "auto"
     """Run-time format of the weights (cpu). i2: 2 bits; b3: 1.67, in another layout than the b3 of files;
-    lookup: 1.25 to 1.67. auto: the fastest here, by a short measurement. stored: the file's format; i2 is
-    mapped, which starts sooner."""
+    lookup: 1.25 to 1.67. auto: the fastest on this machine, measured briefly. stored: the file's format;
+    i2 is then mapped, which starts sooner."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head (cpu). auto: int8, unless the head is ternary."""

@@ -51,11 +51,11 @@ class ExportConfig:
 
     embeddings: Precision | None = None
     """Data type of embedding and output head; in Hugging Face folders, of everything not ternary.
-    Default: auto in GGUF, which is the type of the layers if they are ternary, and f16 otherwise; bf16
-    elsewhere. q8_0: GGUF only."""
+    Default: bf16; in GGUF auto, which keeps ternary ones ternary and stores others as f16. q8_0: GGUF
+    only."""
 
     verify: bool = False
-    """Load the export with the tool it is for, and compare its outputs with the trained model's."""
+    """Load the export with the tool it is for, and compare the outputs with the trained model's."""
 
     text: str | None = None
     """With --verify: held-out text, a prepared folder or a text file. Default: the run's own validation

@@ -30,7 +30,7 @@ class TrainConfig:
     """Model to start from instead of random weights: a folder, hub id or GGUF file."""
 
     teacher: str | None = None
-    """Teacher to learn from: run, model folder or hub id. `sparse-bitnet distill` sets it."""
+    """Teacher to learn from: run folder, model folder or hub id. `sparse-bitnet distill` sets it."""
 
     logit_cache: str | None = None
     """Folder that caches the teacher's top logits; it is filled before training starts. The student then
@@ -49,7 +49,7 @@ class TrainConfig:
     """Weight of temperature^2 * KL(teacher || student) in the distillation loss."""
 
     reconstruction_windows: int | None = None
-    """Number of training sequences on which each block of the student is first fitted to its teacher's
+    """Number of training sequences on which each block of the student is first fitted to the teacher's
     block, one block after another. 0: start from the converted weights. Default: 64 if the run starts
     from its teacher in one process, else 0."""
 
