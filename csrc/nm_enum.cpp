@@ -11,8 +11,8 @@ namespace {
 constexpr int step_weights = 8;
 constexpr std::uint64_t no_groups = ~std::uint64_t(0);
 
-constexpr char bad_word[] = "a word stands for no groups";
-constexpr char bad_places[] = "a group has places that no group has";
+constexpr char bad_word[] = "a word is not a code of groups";
+constexpr char bad_places[] = "a group has an invalid set of positions";
 constexpr char bad_padding[] = "the padding of a row is not zero bits";
 
 // `count` bits, at most 64, from bit `first` on.

@@ -73,7 +73,7 @@ std::uint64_t existing(std::int64_t left) {
 struct I2 {
   static constexpr int planes = 4, block_bytes = packed::i2_block_bytes;
   static constexpr auto plane_bytes = packed::i2_plane_bytes;
-  static constexpr const char* bad = "a two-bit field holds 3, which stands for no code";
+  static constexpr const char* bad = "a two-bit field holds 3, which is not a code";
 
   static void split(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
     for (int p = 0; p < 4; ++p) {
@@ -96,7 +96,7 @@ struct I2 {
 struct B3 {
   static constexpr int planes = 5, block_bytes = packed::b3_block_bytes;
   static constexpr auto plane_bytes = packed::b3_plane_bytes;
-  static constexpr const char* bad = "a byte stands for no five codes";
+  static constexpr const char* bad = "a byte is not a code of 5 weights";
 
   static void split(const std::uint8_t* block, std::int64_t plane, std::uint8_t* digits) {
     std::uint8_t fraction[block_bytes];
