@@ -89,7 +89,7 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
         else:
             plain = [job.prompt for job in jobs if "prompt" in job.body]
             if plain and rng.random() < 0.3:
-                # As a chat goes on: what was there, and more.
+                # As a chat continues: what was there, and more.
                 prompt = (rng.choice(plain) + prompt)[:longest]
             body |= {"prompt": prompt}
             if kind == "schema":

@@ -90,7 +90,7 @@ def main(steps: int = 20) -> tuple[float, float, float]:
         trainer.model = merged = trainer.model.merge_and_unload()
         after = trainer.evaluate()["eval_loss"]
         print(
-            f"loss {before:.3f}, with adapters {beside:.3f}, merged and quantised anew {after:.3f}"
+            f"loss {before:.3f}, with adapters {beside:.3f}, merged and quantised again {after:.3f}"
         )
         save_pretrained(merged, f"{folder}/merged", tokenizer)
         loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/merged")

@@ -45,7 +45,7 @@ def library_errors_as(failure: str) -> Iterator[None]:
 
 
 def check_least(options: object, **least: float) -> None:
-    """Raise `UserError` for a field of `options` with a value below its least, or NaN; None passes."""
+    """Raise `UserError` for a field of `options` with a value below its minimum, or NaN; None passes."""
     for name, bound in least.items():
         values = getattr(options, name)
         for value in values if isinstance(values, tuple) else [values]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of claims: a mean over seeds with its interval, and Holm's correction over a page.
 
-The page explains how claims are judged (experiments.md.j2).
+verdicts.md.j2 explains how claims are judged.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained models in the form of the Hugging Face hub, masters included: saving, loading, single tensors.
+"""Saves and loads trained models, master weights included, as Hugging Face folders.
 
 The folder is an ordinary transformers checkpoint (config.json, model.safetensors, tokenizer) whose
 config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseBitConfig`. Once
-`sparse_bitnet` is imported, transformers' own `from_pretrained` gives the trained model back, bit for
-bit; the master weights are stored, so training can continue from there. Packed folders load alike.
+`sparse_bitnet` is imported, transformers' own `from_pretrained` loads the trained model, bit for bit; the
+master weights are stored, so training can continue from there. Packed folders load in the same way.
 """
 
 from dataclasses import replace

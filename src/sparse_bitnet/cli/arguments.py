@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command-line options through argparse: parameters of a function, and fields of its dataclasses.
 
-A word in an `Annotated` type is a place ("OUT", or "[OUT]" if it may be left out), another name ("--to"),
-or one of `HIDDEN` and `APPENDED`. `--help` lists the fields of a dataclass under its parameter's name and
-the headings in its `GROUPS`, each by the first field below it; `MOST_USED` fields come first.
+A word in an `Annotated` type is a positional argument ("OUT", or "[OUT]" if it may be left out), another
+name ("--to"), `HIDDEN` or `APPENDED`. `--help` lists the fields of a dataclass under its parameter's name
+and the headings in its `GROUPS`, each by the first field below it; `MOST_USED` fields come first.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass
 class _Argument:
-    """A field or a parameter: an option, or an argument that is given by its place."""
+    """A field or a parameter: an option, or a positional argument."""
 
     owner: Any
     name: str
@@ -87,9 +87,9 @@ class _Argument:
         self.kind = next(others) if self.may_be_none else kind
         names = (mark for mark in self.marks if mark not in (HIDDEN, APPENDED))
         self.shown = next(names, "--" + self.name.replace("_", "-"))
-        self.is_place = not self.shown.startswith("--")
+        self.is_positional = not self.shown.startswith("--")
         self.is_required = self.default is MISSING
-        if self.is_place:
+        if self.is_positional:
             self.is_required = not self.shown.startswith("[")
 
     def add_to(self, parser: Any, short: str | None, text: str) -> None:
@@ -113,7 +113,7 @@ class _Argument:
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         how |= {"dest": self.name, "default": argparse.SUPPRESS}
-        if not self.is_place:
+        if not self.is_positional:
             names = [short, self.shown] if short else [self.shown]
             text = text.replace("%", "%%")
             parser.add_argument(*names, required=self.is_required, help=text, **how)
@@ -125,7 +125,7 @@ class _Argument:
             parser.add_argument(**how, help=text.replace("%", "%%"))
 
     def take(self, left: list[str]) -> Any:
-        """Value of an argument with a place, from the front of the words that are no options."""
+        """Return the value of a positional argument, from the front of the words that are not options."""
         is_tuple = get_origin(self.kind) is tuple
         given = left[:] if is_tuple else left[:1]
         del left[: len(given)]
@@ -164,7 +164,7 @@ def parse(
         prog: the command, "sparse-bitnet VERB".
         description: for `--help`; by default the docstring of `target`.
         default: of a dataclass, for options that are not given.
-        others: further options that there are, to be named where one of those given is near.
+        others: further options, to be suggested for a misspelled one.
 
     Returns what `target` returns. Raises `UserError` for options that do not parse, and whatever
     `target` raises; `--help` prints and exits.
@@ -177,13 +177,13 @@ def parse(
         fill = functools.partial(textwrap.fill, width=79, break_on_hyphens=False)
         parts = (part if part[:2] == "- " else fill(part) for part in text.split("\n\n"))
         parser.description = "\n\n".join(parts).replace("%", "%%")
-        places = (each.shown for each in known if each.is_place)
-        parser.usage = " ".join([prog, "[OPTIONS]", *places])
+        positional = (each.shown for each in known if each.is_positional)
+        parser.usage = " ".join([prog, "[OPTIONS]", *positional])
     groups: dict[str, Any] = {"": parser}
     for each in known:
-        if each.group not in groups and not each.is_place:
+        if each.group not in groups and not each.is_positional:
             groups[each.group] = parser.add_argument_group(each.group)
-        group = parser if each.is_place else groups[each.group]
+        group = parser if each.is_positional else groups[each.group]
         each.add_to(group, short.get(each.shown), _help_text(each) if is_help else "")
     names = [each.shown.removesuffix(" ...") for each in known] + [
         f"--no-{e.shown[2:]}" for e in known if e.kind is bool
@@ -199,7 +199,7 @@ def parse(
         given, left = parser.parse_known_args(words)
         left += arguments[end + 1 :]
         for each in known:
-            if each.is_place and not hasattr(given, each.name) and (left or each.is_required):
+            if each.is_positional and not hasattr(given, each.name) and (left or each.is_required):
                 setattr(given, each.name, each.take(left))
         if left:
             raise UserError(f"unexpected argument {left[0]}")

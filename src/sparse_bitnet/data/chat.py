@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens; training learns only the assistant's.
+"""Conversations as tokens; only the assistant's are learnt, that is, count in the loss.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`, that the tokenizer's chat template
 turns into one text. If the template marks the assistant's words with `{% generation %}`, these are

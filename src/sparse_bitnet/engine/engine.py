@@ -19,7 +19,7 @@ from sparse_bitnet.layer_config import REGISTERED
 from sparse_bitnet.pattern import NMPattern
 
 _LARGEST_OF_KEYS = 16.0
-"""Bias or norm; the numbers of a head share a scale, whose 127 steps are an eighth each up to here."""
+"""Largest bias or norm of the keys for int8: a head has one scale, whose 127 steps are then 1/8 each."""
 
 
 class Engine(InferenceEngine):
@@ -181,8 +181,8 @@ def _weight_format(
 
 
 def _cache_type(weights: Weights) -> str:
-    """Return "int8", unless a few numbers of every key are so large, as in Qwen2.5, that their scale
-    would hide the others."""
+    """Return "int8", or "float16" if outliers in the keys, as in Qwen2.5, would make int8 too coarse for
+    the other numbers."""
     names = ("k_proj.bias", "k_norm.weight", "key_layernorm.weight")
     given = [values for name, values in weights.vectors.items() if name.endswith(names)]
     largest = max((float(np.abs(values).max()) for values in given), default=0.0)

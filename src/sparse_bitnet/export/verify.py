@@ -7,9 +7,9 @@ characters, the log-probability of every next token of a held-out text, and the 
 
 A format rounds embeddings and scales, and its reader quantises activations in its own way. An activation
 on the other side of a rounding boundary moves all later ones a little, so single tokens are shown, but
-the mean over tokens is bounded. Rounding moves logits alike on every text, but log p of a token that the
-model is sure of hardly follows. So the bound is one of logits, times how much this text's log p follow
-them.
+the mean over tokens is bounded. Rounding moves logits by similar amounts on every text, but log p of a
+token that the model is certain of hardly changes. So the bound is on logits, times the sensitivity of
+this text's log p to them.
 
 A packed folder rounds nothing but its embeddings: its logits are compared bit for bit.
 """
@@ -289,7 +289,7 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each token but the first: its log-probability, float64; the most probable token in its
     place; and the norm of the gradient of its log-probability with respect to the logits, from 0 for a
-    certain token to 1 for a hopeless one."""
+    certain token to 1 for an improbable one."""
     of_next, best, sensitivity = [], [], []
     for start in range(0, len(tokens) - 1, context_length):
         piece = tokens[start : start + context_length + 1].astype(np.int64)

@@ -108,7 +108,7 @@ class OpenModel:
             prompt: token ids, at least one.
             max_tokens: maximum number of tokens to generate, at least one.
             prefixes: sequences of this engine from earlier calls; used as prefixes, and added to.
-            speculation: source of draft tokens; the text is the same, sooner.
+            speculation: source of draft tokens; the text is the same, but faster.
             on_text: called for each token with the text that can now be shown, often "".
             fields: further fields of the `GenerationRequest`.
 

@@ -4,8 +4,8 @@
     model = convert_(AutoModelForCausalLM.from_pretrained(...), SparseBitConfig())
     Trainer(model=model, callbacks=[SparseBitCallback()], ...).train()
 
-Without it, every forward, recomputed ones included, selects again, nothing is logged, and neither the
-format's schedule nor a score's gradient and view of the inputs is applied.
+Without it, every forward, recomputed ones included, computes masks and codes again, nothing is logged,
+and the format's schedule and a score's gradient and input norms are not applied.
 """
 
 from contextlib import ExitStack

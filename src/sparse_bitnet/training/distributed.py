@@ -111,7 +111,7 @@ class World:
         return self.each(function if self.is_main else lambda: None)[0]  # type: ignore[return-value]
 
     def fail(self, message: str) -> NoReturn:
-        """Raise an error that all processes have found alike; only the first one's is to be shown."""
+        """Raise an error that occurs in all processes; only the first one prints it."""
         raise (UserError if self.is_main else ErrorElsewhere)(message)
 
 

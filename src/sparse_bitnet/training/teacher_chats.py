@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations that a teacher writes by itself, as training text (Magpie, Xu et al., 2024).
 
-The teacher samples a user's turn after the chat template's text before one, then the answer. Batches
-have their own seeds. A resumed call repeats the last one, which gives the same file as no interruption.
+The teacher samples a user's turn after the text that the chat template puts before one, then the answer.
+Each batch has its own seed. A resumed call repeats the last one and gives the same file.
 """
 
 import json

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 IMPORTED = "SPARSE_BITNET_IMPORT"
-"""Environment variable: modules, joined by commas, that register entries of one's own."""
+"""Environment variable with the modules, separated by commas, that register your own entries."""
 
 _PACKAGE = __name__.partition(".")[0]
 
