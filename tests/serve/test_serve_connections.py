@@ -43,7 +43,7 @@ def test_addresses_and_named_hosts_are_allowed(names, allowed, refused):
     for host in refused:
         with pytest.raises(ApiError, match="--allowed-host"):
             hosts.check(headers(host))
-        with pytest.raises(ApiError, match="--allowed-host"):
+        with pytest.raises(ApiError, match="--cors-origin"):
             hosts.check(headers(allowed[0], f"http://{host}"))
 
 

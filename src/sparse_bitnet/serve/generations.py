@@ -196,7 +196,7 @@ def _chat_text(body: ChatBody, model: ServedModel) -> str:
         message = f"the model {model.name!r} has no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     if body.functions and model.tool_syntax is None:
-        message = f"the chat template of {model.name!r} supports no tools, or in an unknown syntax"
+        message = f"the chat template of {model.name!r} supports no tools, or has an unknown syntax"
         raise ApiError(400, message, param="tools", code="no_tools")
     # Leave out None: templates test whether a name is defined.
     effort = body.reasoning_effort

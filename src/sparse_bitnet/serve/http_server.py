@@ -39,7 +39,7 @@ class AllowedHosts:
     """
 
     def __init__(self, names: Collection[str] = (), origins: Iterable[str] = ()) -> None:
-        """`names`: more host names; `origins`: other sites whose pages may read the answers; `ANY` for
+        """`names`: other host names; `origins`: other sites whose pages may read the answers; `ANY` for
         all. Raises `UserError` for an invalid one."""
         for name in names:
             if name != ANY and not re.fullmatch(r"[\w.-]+", name) and not _is_address(name):
@@ -55,12 +55,12 @@ class AllowedHosts:
         host, origin = ", ".join(headers.getlist("host")), headers.get("origin")
         called = _name_in(host)
         if not _is_address(called) and not {called, ANY} & self._names:
-            raise _refusal("Host", host)
+            raise _refusal("Host", host, "--allowed-host NAME")
         if origin is not None and not {origin, ANY} & self.origins:
             # A hostile page may have an address too: only the called one is ours.
             page = _name_in(origin.partition("://")[2])
             if page != called and not {page, ANY} & self._names:
-                raise _refusal("Origin", origin)
+                raise _refusal("Origin", origin, "--cors-origin ORIGIN")
 
 
 def _name_in(host: str) -> str:
@@ -78,9 +78,8 @@ def _is_address(name: str) -> bool:
         return False
 
 
-def _refusal(header: str, value: str) -> ApiError:
-    message = f"{header} {value[:200]!r} is not one of this server's names"
-    message += ": start it with --allowed-host NAME"
+def _refusal(header: str, value: str, option: str) -> ApiError:
+    message = f"{header} {value[:200]!r} is not allowed: start the server with {option}"
     return ApiError(403, message, code="host_not_allowed")
 
 

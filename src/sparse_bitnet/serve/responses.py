@@ -85,7 +85,7 @@ class ResponsesBody(SamplingBody):
                     answer = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
                     messages.append({"role": "tool"} | answer)
                 case "item_reference":
-                    message = "input: nothing is stored here: send the item itself"
+                    message = "input: this server stores no items: send the item itself"
                     raise ApiError(400, message, param="input")
         return messages
 
