@@ -30,7 +30,7 @@ from sparse_bitnet.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-NOT_LEARNT = -100
+IGNORE_INDEX = -100
 """Label of a token whose prediction does not count."""
 
 _ROUNDS = 8
@@ -65,7 +65,7 @@ class Windows:
 
     def batch(self, windows: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return `(input_ids, labels)` of some windows, int64 [windows, length] each; for conversations
-        also the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `NOT_LEARNT`."""
+        also the positions. `labels[i, t]` is the token after `input_ids[i, t]`, or `IGNORE_INDEX`."""
         length = self.length
         if self._starts is None:
             text = np.empty((len(windows), length + 1), np.int64)
@@ -79,7 +79,7 @@ class Windows:
             row[: end - start] = self.dataset.stored(slice(start, end))
         ids = (tokens & IDS).astype(np.int64)
         self.dataset.check_ids(ids)
-        labels = np.where(tokens & LEARNT, ids, NOT_LEARNT)
+        labels = np.where(tokens & LEARNT, ids, IGNORE_INDEX)
         places = np.arange(length + 1)
         begins = np.maximum.accumulate(np.where(tokens & BEGINS, places, 0), 1)
         return ids[:, :-1], labels[:, 1:], (places - begins)[:, :-1]
@@ -97,7 +97,7 @@ class Windows:
         named = ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5)
         return (
             f"{self.dataset.folder}: {len(empty):,} of {len(self):,} {self.dataset.split} windows of "
-            f"{self.length:,} tokens hold no answer to learn ({named}): a longer --sequence-length keeps "
+            f"{self.length:,} tokens hold no answer to learn ({named}): raise --sequence-length to keep "
             "prompts and answers together"
         )
 
