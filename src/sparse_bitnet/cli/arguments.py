@@ -100,7 +100,7 @@ class _Argument:
             is_fixed = Ellipsis not in kinds
             how = {"nargs": len(kinds)} if is_fixed else {"nargs": "+"}
             if not is_fixed:
-                # Given twice, both count.
+                # If the option is given twice, both count.
                 how = {"action": "append"} if APPENDED in self.marks else how | {"action": "extend"}
             kind = kinds[0]
         if get_origin(kind) is Literal:
@@ -214,7 +214,7 @@ def parse(
             if dataclasses.is_dataclass(hint):
                 values[name] = _built(hint, values)
     except UserError as error:
-        # Fields as the options that they are: steps=0 as --steps 0.
+        # Show fields as options: steps=0 as --steps 0.
         typed = {f"{each.name}=": f"{each.shown} " for each in known}
         text = re.sub(r"(?<!\S)\w+=", lambda field: typed.get(field[0], field[0]), str(error))
         raise UserError(f"{text}; see {prog} --help") from None

@@ -64,7 +64,7 @@ def models() -> None:
 
     from sparse_bitnet.presets import PRESETS
 
-    # Without a frame it fits 80 columns, where names would else be cut.
+    # Without a frame, the table fits 80 columns without cutting names.
     table = Table(title="Model presets (Qwen2.5 family)", box=None, padding=(0, 1, 0, 0))
     table.add_column("preset")
     for column in ("hidden", "ffn", "layers", "heads", "kv", "vocabulary", "block weights"):

@@ -70,11 +70,11 @@ def main(arguments: list[str] | None = None) -> None:
 
         hint = did_you_mean(verb.lower(), COMMANDS)
         _fail(f"unknown command {verb!r}{hint}; `sparse-bitnet --help` lists them")
-    # Downloads' progress bars and advice of libraries would drown our own output.
+    # Progress bars of downloads and advice from libraries would drown our own output.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Idle threads of numpy's BLAS are to sleep: by default each spins for 2^26 cycles first.
+    # Let idle threads of numpy's BLAS sleep: by default each spins for 2^26 cycles first.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text has characters of any script
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     limit_library_threads()
     try:
         needed = OF_TRAIN if verb in ONLY_WITH_TRAIN and not {"-h", "--help"} & set(rest) else ()
-        for package in needed:  # first: nothing is to be left half-written
+        for package in needed:  # before anything is written
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
         getattr(importlib.import_module(f"sparse_bitnet.cli.{module}"), function)(rest)
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    # A name that a file gives is not to write lines of its own or to steer the terminal.
+    # Names from files must not add lines or control the terminal.
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)
     print(f"sparse-bitnet: {shown}", file=sys.stderr)
     sys.exit(2)

@@ -11,7 +11,7 @@ from sparse_bitnet.errors import UserError, refuse_unused
 if TYPE_CHECKING:
     from sparse_bitnet.export.pack_checkpoint import PackedSize
 
-# As in `packing.formats`, which imports NumPy: `--help` does without.
+# The names of `packing.formats`, which imports NumPy; `--help` should not.
 PackedFormat = Literal["auto", "i2", "b3", "nm-enum", "nm-sign"]
 Embeddings = Literal["auto", "bf16", "int8", "float32", "ternary"]
 

@@ -111,7 +111,7 @@ def main(
                 raise UserError("--from-model writes the column messages: leave out --column")
             if Path(source).resolve().parent == Path(out).resolve():
                 raise UserError(f"{source} cannot be written into {out}, a folder of prepared data")
-            # A data set that nothing opens stands for the rows to come.
+            # The rows do not exist yet: a data set that is never opened stands in for them.
             parse_source("hub:rows/to-come", **asdict(text)).describe()
             check_options(**options)
             check_ours(Path(out), (), "prepared from these conversations")

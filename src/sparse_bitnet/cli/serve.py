@@ -98,10 +98,10 @@ def main(
     from sparse_bitnet.serve.tool_calls import syntax_of
 
     if engine.cache_tokens is None:
-        # Kept prefixes fill it in time; that of a long context alone could be gigabytes.
+        # The prefix cache fills it over time; the default, the context length, could take gigabytes.
         engine = replace(engine, cache_tokens=1024 * config.max_running)
     with contextlib.ExitStack() as stack:
-        # First: a port that is taken should not show only after loading.
+        # Before loading the model, which takes long: the port may be taken.
         bound = stack.enter_context(listen(config.host, config.port))
         host, port = bound.getsockname()[:2]
         hosts = AllowedHosts((config.host or host, *config.allowed_host), config.cors_origin)

@@ -179,7 +179,7 @@ def split_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
 def run(chosen: Options) -> None:
     """Train with a progress line; the first process prints the result."""
     config = chosen.config()
-    # Refused before the imports, which take seconds.
+    # Errors should come before the imports, which take seconds.
     format_of(config)
     if config.init is None:
         find_preset(config.model)
@@ -222,7 +222,7 @@ def run(chosen: Options) -> None:
         sys.exit(2)
     except ProcessLost as lost:
         print(f"sparse-bitnet: {lost}", file=sys.stderr, flush=True)
-        # A checkpoint under way waits for the lost process, and cannot be called off.
+        # A checkpoint in progress waits for the lost process and cannot be cancelled.
         os._exit(EXIT_CODE)
     if is_first:
         flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
