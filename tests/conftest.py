@@ -16,7 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from sparse_bitnet.cli.main import OF_TRAIN
+from sparse_bitnet.cli.main import TRAIN_PACKAGES
 
 torch: ModuleType | None
 try:
@@ -32,7 +32,7 @@ class SkipWithoutExtras:
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package = name.partition(".")[0]
         if package == "llguidance" or (
-            torch is None and package in (*OF_TRAIN, "accelerate", "lm_eval")
+            torch is None and package in (*TRAIN_PACKAGES, "accelerate", "lm_eval")
         ):
             pytest.skip(f"needs {name}, which is not installed", allow_module_level=True)
 

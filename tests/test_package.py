@@ -51,9 +51,9 @@ def test_without_posix_the_inference_modules_can_be_imported() -> None:
 import asyncio, importlib, os, signal, subprocess, sys
 import filelock, llguidance, numpy, numpy.random, prometheus_client, rich.console
 import rich.progress, rich.table, starlette.applications, tokenizers, uvicorn
-from sparse_bitnet.cli.main import OF_TRAIN
+from sparse_bitnet.cli.main import TRAIN_PACKAGES
 
-for name in ("fcntl", "grp", "pwd", "resource", "termios", *OF_TRAIN):
+for name in ("fcntl", "grp", "pwd", "resource", "termios", *TRAIN_PACKAGES):
     sys.modules[name] = None
 for name in ("fork", "getuid", "killpg", "register_at_fork", "sched_getaffinity", "setsid", "sysconf"):
     delattr(os, name)
@@ -65,7 +65,7 @@ for name in {modules}:
         importlib.import_module(name)
         ran.append(name)
     except ModuleNotFoundError as error:
-        assert error.name.partition(".")[0] in (*OF_TRAIN, "lm_eval", "triton"), (name, error)
+        assert error.name.partition(".")[0] in (*TRAIN_PACKAGES, "lm_eval", "triton"), (name, error)
 for name in ("cli.generate", "cli.serve", "cli.bench", "cli.export",
              "engine.engine", "engine.engine_options", "serve.http_server", "generation.conversation"):
     assert "sparse_bitnet." + name in ran, name

@@ -15,7 +15,7 @@ from benchmark_scripts import load_script
 from one_process import run_commands
 from packed_models import make_packed
 from serving_thread import TEMPLATE, number_tokenizer
-from sparse_bitnet.cli.main import OF_TRAIN
+from sparse_bitnet.cli.main import TRAIN_PACKAGES
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -51,7 +51,7 @@ def ask(output, address):
 """
 
 # Hides what is not in the core.
-EXTRAS = (*OF_TRAIN, "llguidance")
+EXTRAS = (*TRAIN_PACKAGES, "llguidance")
 HIDE = f"""
 import importlib.util
 
@@ -69,8 +69,8 @@ importlib.util.find_spec = lambda name, *more: None if name in {EXTRAS} else fin
 def test_message_names_the_packages_of_the_extra_train():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split("[>=<]", one)[0] for one in project["optional-dependencies"]["train"]]
-    assert sorted(names) == sorted(OF_TRAIN)
-    assert not set(OF_TRAIN) & {re.split("[>=<]", one)[0] for one in project["dependencies"]}
+    assert sorted(names) == sorted(TRAIN_PACKAGES)
+    assert not set(TRAIN_PACKAGES) & {re.split("[>=<]", one)[0] for one in project["dependencies"]}
 
 
 @pytest.mark.slow

@@ -30,13 +30,13 @@ COMMANDS = {
 }
 """Each verb with its function in this package, which takes the words after the verb, and a summary."""
 
-OF_TRAIN = (
+TRAIN_PACKAGES = (
     *("torch", "transformers", "safetensors", "datasets", "pyarrow", "scipy", "pandas"),
     *("statsmodels", "rensa", "zstandard", "gguf", "markupsafe", "matplotlib"),
 )
 """Packages that the extra `train` adds; running a packed model needs none of them."""
 
-ONLY_WITH_TRAIN = (
+TRAIN_COMMANDS = (
     *("quickstart", "prepare", "train", "pack", "export"),
     *("reproduce", "report", "analyze"),
 )
@@ -85,8 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     limit_library_threads()
     try:
-        needed = OF_TRAIN if verb in ONLY_WITH_TRAIN and not {"-h", "--help"} & set(rest) else ()
-        for package in needed:  # before anything is written
+        needs_train = verb in TRAIN_COMMANDS and {"-h", "--help"}.isdisjoint(rest)
+        for package in TRAIN_PACKAGES if needs_train else ():  # before anything is written
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
         getattr(importlib.import_module(f"sparse_bitnet.cli.{module}"), function)(rest)
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in OF_TRAIN:
+        if package not in TRAIN_PACKAGES:
             raise
         _fail(f"{verb} needs {package}, which is not installed: {install('train')}")
     except KeyboardInterrupt:
