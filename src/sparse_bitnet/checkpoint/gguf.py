@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _TABLES = ("model.embed_tokens", "lm_head")
 _SCALES = ("scale", "weight_scale")
 """Name endings of scale tensors, each of which multiplies the whole matrix beside it."""
-_LAYERS_TOLD_BY, _SURE = 4, 64
+_ORDER_LAYERS, _DECISIVE = 4, 64
 """Number of layers that decide the order of I2_S's codes, and the sum of n r^2 that is decisive: it is
 about 4 for unrelated numbers, and above 64 once in 10^12 cases."""
 _UNREAD = ("v.", "mm.", "mtp.")
@@ -264,7 +264,7 @@ class GgufCheckpoint(Checkpoint):
         in the other order, which leaves a quarter of the columns in place.
         """
         squares, tells = np.zeros(2), False
-        for layer in range(min(_LAYERS_TOLD_BY, self.config["num_hidden_layers"])):
+        for layer in range(min(_ORDER_LAYERS, self.config["num_hidden_layers"])):
             up, down = (f"model.layers.{layer}.mlp.{name}_proj" for name in ("up", "down"))
             if self.gguf.block_type(self.names[f"{down}.weight"]) is not I2_S:
                 continue
@@ -275,7 +275,7 @@ class GgufCheckpoint(Checkpoint):
             with np.errstate(invalid="ignore"):
                 fits = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
             squares += len(rows) * np.nan_to_num(np.square(fits))
-        if squares.max() >= _SURE:
+        if squares.max() >= _DECISIVE:
             self.gguf.i2_s = I2_S_ARM if squares[1] > squares[0] else I2_S
         elif tells:
             warnings.warn(
