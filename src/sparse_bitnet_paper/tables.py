@@ -259,8 +259,8 @@ def throughput_table(path: Path) -> Table:
             raise LookupError
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path}: no run of dense and sparse models in turn, as of `sparse-bitnet bench --pattern "
-            "8:8 6:8 --out`"
+            f"{path} has no rows of dense and sparse models from one run of `sparse-bitnet bench "
+            "--pattern 8:8 6:8 --out`"
         ) from error
     lines = []
     for (phase, tokens, batch, threads), sparse in speeds.iterrows():
@@ -275,9 +275,9 @@ def throughput_table(path: Path) -> Table:
     )
     notes = [
         f"`sparse-bitnet bench` ({made.model}, random weights; {made.hardware}, {made.date[:10]}). "
-        "Each pattern in the fastest of its formats; after each speed: over the dense model's. The "
-        f"rounds of a measurement differ by up to {widest:.0%}.",
-        f"The paper's 3B, 6:8 over dense: {'; '.join(theirs)}, of all its prompts, of 512 to 65,536 "
-        "tokens, and of all its batches, of 64 to 512.",
+        "Each pattern in its fastest format; 1.00x is the speed of the dense model. The rounds of a "
+        f"measurement differ by up to {widest:.0%}.",
+        f"The paper's 3B model, 6:8 over dense: {'; '.join(theirs)}, over prompts of 512 to 65,536 "
+        "tokens and batches of 64 to 512.",
     ]
     return table(lines, notes)

@@ -125,12 +125,12 @@ def test_table_3_shows_patterns_over_dense_and_no_gpu(tmp_path):
     assert list(shown.frame.loc["decode, batch 1, 2 threads"]) == ["10.0", "11.0\n1.10x"]
     assert "prefill 1.05x to 1.30x (A100); decode 1.10x to 1.19x (B200)" in shown.notes[1]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:3]))  # no dense model
-    with pytest.raises(UserError, match="no run of dense and sparse models in turn"):
+    with pytest.raises(UserError, match="no rows of dense and sparse models from one run"):
         throughput_table(path)
 
 
 @pytest.mark.parametrize("content", ['{"model": 1}\n', "1\n", ""])
 def test_table_3_needs_rows_of_bench(tmp_path, content):
     (tmp_path / "other.jsonl").write_text(content)
-    with pytest.raises(UserError, match="no run of dense and sparse models in turn"):
+    with pytest.raises(UserError, match="no rows of dense and sparse models from one run"):
         throughput_table(tmp_path / "other.jsonl")
