@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 
 # The paper's variants, as named in its section "Optimization design", and sparse full precision.
@@ -55,6 +56,21 @@ QWEN35 = {
 }
 """Two key heads for six value heads, so that grouped and tiled heads differ."""
 
+BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+
+MOE = {
+    **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    "tie_word_embeddings": False,
+}
+
+ZAMBA2 = {
+    **{"intermediate_size": 64, "num_hidden_layers": 4, "num_mem_blocks": 1, "chunk_size": 8},
+    **{"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_d_state": 8},
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+}
+"""Two blocks share their attention and feed-forward weights."""
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A two-layer transformers config: hidden 64, ffn 96, vocabulary 96."""
@@ -80,6 +96,12 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "gemma3_text": (transformers.Gemma3TextConfig, GEMMA),
         "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, HUNYUAN),
         "qwen3_5_text": (transformers.Qwen3_5TextConfig, QWEN35),
+        "bart": (transformers.BartConfig, BART),
+        "gpt2": (transformers.GPT2Config, {}),
+        "falcon": (transformers.FalconConfig, {}),
+        "doge": (transformers.DogeConfig, {}),
+        "qwen2_moe": (transformers.Qwen2MoeConfig, MOE),
+        "zamba2": (transformers.Zamba2Config, ZAMBA2),
         "bitnet": (transformers.BitNetConfig, {"hidden_act": "relu2"}),
         "granite": (transformers.GraniteConfig, {}),
         "cohere": (transformers.CohereConfig, {}),
@@ -99,6 +121,20 @@ def tiny_model(
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def train_on_one_batch(model: Any, ids: torch.Tensor, steps: int = 12) -> list[float]:
+    """Train a converted model on the same int64 [sequences, tokens] again; return the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        with selected(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def edit_json(path: Path, **changes: Any) -> None:

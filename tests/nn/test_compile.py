@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True) computes what eager computes: codes, masks, outputs, gradients."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,11 @@ FORMATS = (
     "ternary-6:8,mask_gradient=masked,ste=clipped",
     "full-6:8",
     "full-6:8,activation=int8",
+    "ternary-6:8,score=wanda",
+    "full-2:4,score=s-ste",
+    "ternary-3:4,quantizer=binary",
+    "ternary-6:8,activation=int4-hadamard",
+    "ternary-6:8,quantizer=per-group:size=16",
 )
 
 
@@ -42,12 +49,15 @@ def forward_backward(layer: nn.Module, forward, shape: tuple[int, ...], dtype) -
     ids=str,
 )
 def test_whole_graph_equals_eager(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Traced forward and backward in one graph, each operator as eager runs it."""
+    """Traced forward and backward in one graph, each operator as eager runs it; with a selection, and
+    without one, after a step."""
     layer = make_layer(text, dtype=dtype)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
-    eager = forward_backward(layer, layer, shape, dtype)
-    traced = forward_backward(layer, compiled, shape, dtype)
-    assert all(torch.equal(*pair) for pair in zip(eager, traced, strict=True))
+    for step in (selected(layer), nullcontext()):
+        with step:
+            eager = forward_backward(layer, layer, shape, dtype)
+            traced = forward_backward(layer, compiled, shape, dtype)
+        assert all(torch.equal(*pair) for pair in zip(eager, traced, strict=True))
 
 
 def test_inductor_gives_identical_codes_masks_outputs_and_gradients() -> None:

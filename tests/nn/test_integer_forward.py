@@ -85,18 +85,6 @@ def test_sums_are_exact_at_the_end_of_float32() -> None:
         assert integer_product(x_codes, codes).item() == expected
 
 
-def test_int8_linear_passes_opcheck() -> None:
-    arguments = (
-        torch.randint(-128, 128, (3, 2, 16), dtype=torch.int8),
-        torch.rand(3, 2, 1),
-        torch.randint(-1, 2, (5, 16), dtype=torch.int8),
-        torch.tensor(0.5),
-        torch.randn(5),
-        torch.bfloat16,
-    )
-    torch.library.opcheck(torch.ops.sparse_bitnet.int8_linear.default, arguments)
-
-
 def test_int8_activations_are_what_is_saved() -> None:
     _, layer = integer_twin("ternary-6:8", in_features=4096)
     saved: list[Tensor] = []

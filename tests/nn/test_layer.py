@@ -25,20 +25,30 @@ def doubles(x: Tensor) -> reference.Array:
     return x.detach().double().numpy()
 
 
-class TestForward:
-    @pytest.mark.parametrize("variant", VARIANTS)
-    @pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)], ids=str)
-    def test_equals_the_float64_reference(self, variant: str, shape: tuple[int, ...]) -> None:
-        layer, x = make_layer(VARIANTS[variant]), torch.randn(shape)
-        arguments = (doubles(x), doubles(layer.weight), doubles(layer.bias), 6, 8, variant)
-        expected = reference.forward(*arguments)
-        # Ternary: x scale, product of the scales, scaling, adding the bias. Full: 48 sums and the bias.
-        effective, _ = reference.effective_weight(doubles(layer.weight), 6, 8, variant)
-        magnitude = np.abs(doubles(x)) @ np.abs(effective).T
-        roundings = 49 if variant == "full" else 4
-        bound = roundings * 1.01 * U32 * (magnitude + np.abs(expected) + 1)
-        assert (np.abs(doubles(layer(x)) - expected) <= bound).all()
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)], ids=str)
+def test_forward_and_backward_equal_the_float64_reference(
+    variant: str, shape: tuple[int, ...]
+) -> None:
+    layer, x = make_layer(VARIANTS[variant]), torch.randn(shape, requires_grad=True)
+    y, grad_y = layer(x), torch.randn(*shape[:-1], 20)
+    y.backward(grad_y)
+    weight, inputs = doubles(layer.weight), doubles(x)
+    expected = reference.forward(inputs, weight, doubles(layer.bias), 6, 8, variant)
+    # Ternary: x scale, product of the scales, scaling, adding the bias. Full: 48 sums and the bias.
+    effective, _ = reference.effective_weight(weight, 6, 8, variant)
+    magnitude = np.abs(inputs) @ np.abs(effective).T
+    roundings = 49 if variant == "full" else 4
+    bound = roundings * 1.01 * U32 * (magnitude + np.abs(expected) + 1)
+    assert (np.abs(doubles(y) - expected) <= bound).all()
+    wanted = reference.gradients(inputs, weight, doubles(grad_y), 6, 8, variant)
+    parts = zip((x, layer.weight, layer.bias), wanted, (20, 7, 7), strict=True)
+    for part, want, terms in parts:
+        bound = (terms + 3) * U32 * (np.abs(want).max() + 1) * 4
+        assert (np.abs(doubles(part.grad) - want) <= bound).all()
 
+
+class TestForward:
     @pytest.mark.parametrize("in_features", [48, 896, 11008])
     def test_float32_is_the_integer_product_scaled_once_bit_for_bit(self, in_features: int) -> None:
         layer, x = make_layer("ternary-6:8", in_features), 3 * torch.randn(5, in_features)
@@ -86,12 +96,8 @@ class TestForward:
         assert torch.equal(y, expected)
         y.square().sum().backward()
         expected.square().sum().backward()
-        for ours, theirs in (
-            (x.grad, other.grad),
-            (layer.weight.grad, plain.weight.grad),
-            (layer.bias.grad, plain.bias.grad),
-        ):
-            assert torch.equal(ours, theirs)
+        for ours, theirs in ((x, other), (layer.weight, plain.weight), (layer.bias, plain.bias)):
+            assert torch.equal(ours.grad, theirs.grad)
 
     @pytest.mark.parametrize("text", VARIANTS.values())
     def test_dense_phase_is_the_dense_format(self, text: str) -> None:
@@ -145,47 +151,21 @@ class TestForward:
 
 
 class TestBackward:
-    @pytest.mark.parametrize("variant", VARIANTS)
-    @pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)], ids=str)
-    def test_equals_the_float64_reference(self, variant: str, shape: tuple[int, ...]) -> None:
-        layer, x = make_layer(VARIANTS[variant]), torch.randn(shape, requires_grad=True)
-        grad_y = torch.randn(*shape[:-1], 20)
-        layer(x).backward(grad_y)
-        arguments = (doubles(x), doubles(layer.weight), doubles(grad_y), 6, 8, variant)
-        expected = reference.gradients(*arguments)
-        for got, want, terms in zip(
-            (x.grad, layer.weight.grad, layer.bias.grad), expected, (20, 7, 7), strict=True
-        ):
-            bound = (terms + 3) * U32 * (np.abs(want).max() + 1) * 4
-            assert (np.abs(doubles(got) - want) <= bound).all()
-
-    def test_every_weight_learns_pruned_ones_included(self) -> None:
-        layer, x = make_layer("ternary-6:8"), torch.randn(16, 48)
-        layer(x).backward(torch.randn(16, 20))
-        pruned = ~layer.select().mask
-        assert pruned.double().mean() == 0.25
-        assert (layer.weight.grad[pruned] != 0).all()
-
-    def test_clipped_ste_stops_outside_one_scale(self) -> None:
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_clipped_ste_stops_outside_one_scale(self, masked: bool) -> None:
         x, grad_y = torch.randn(16, 48), torch.randn(16, 20)
-        layer, clipped = make_layer("ternary-6:8"), make_layer("ternary-6:8,ste=clipped")
-        layer(x).backward(grad_y)
-        y = clipped(x)
-        y.backward(grad_y)
-        assert torch.equal(y, layer(x))
-        inside = clipped.weight.abs() <= clipped.select().weight_scale
-        assert 0.3 < inside.double().mean() < 0.9
-        assert torch.equal(clipped.weight.grad, layer.weight.grad * inside)
-
-    def test_both_gradient_masks_combine(self) -> None:
-        x, grad_y = torch.randn(16, 48), torch.randn(16, 20)
-        layer = make_layer("ternary-6:8,mask_gradient=masked,ste=clipped")
-        plain = make_layer("ternary-6:8")
-        layer(x).backward(grad_y)
-        plain(x).backward(grad_y)
-        chosen = layer.select()
-        gate = chosen.mask & (layer.weight.abs() <= chosen.weight_scale)
-        assert torch.equal(layer.weight.grad, plain.weight.grad * gate)
+        plain, clipped = make_layer("ternary-6:8"), make_layer("ternary-6:8,ste=clipped")
+        if masked:
+            clipped = make_layer("ternary-6:8,ste=clipped,mask_gradient=masked")
+        outputs = [plain(x), clipped(x)]
+        for y in outputs:
+            y.backward(grad_y)
+        assert torch.equal(*outputs)
+        chosen = clipped.select()
+        learns = clipped.weight.abs() <= chosen.weight_scale
+        assert 0.3 < learns.double().mean() < 0.9
+        learns = learns & chosen.mask if masked else learns
+        assert torch.equal(clipped.weight.grad, plain.weight.grad * learns)
 
     @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
     def test_frozen_parts_get_no_gradient(self, frozen: str) -> None:
