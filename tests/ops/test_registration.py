@@ -34,6 +34,8 @@ pytestmark = pytest.mark.skipif(
     ("op", "arguments"),
     [
         (ops.nm_mask.default, (WEIGHT, 6, 8)),
+        (ops.nm_mask.default, (WEIGHT.t().contiguous().t(), 3, 8)),
+        (ops.nm_mask.default, (WEIGHT, 8, 8)),
         (ops.absmean.default, (WEIGHT,)),
         (ops.select_ternary.default, (WEIGHT, SCALE, 6, 8)),
         (ops.select_ternary.default, (WEIGHT, SCALE, 1, 1)),
@@ -104,6 +106,13 @@ def test_the_reference_can_be_chosen(unloaded):
 def test_an_unknown_choice_is_refused(unloaded):
     unloaded.setenv("SPARSE_BITNET_KERNEL", "fast")
     with pytest.raises(UserError, match="fast: choose one of auto, reference, cpu"):
+        backends.check_choice()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_choice_without_the_hardware_is_an_error_that_says_why(monkeypatch):
+    monkeypatch.setenv("SPARSE_BITNET_KERNEL", "triton")
+    with pytest.raises(UserError, match=r"SPARSE_BITNET_KERNEL=triton: .*CUDA"):
         backends.check_choice()
 
 
