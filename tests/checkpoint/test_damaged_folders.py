@@ -94,8 +94,7 @@ def test_any_change_is_read_or_refused_in_one_line(
     reader: str, file: str, models: Path, tmp_path: Path
 ) -> None:
     kind, read = READERS[reader]
-    folder = tmp_path / "folder"
-    shutil.copytree(models / kind, folder)
+    folder = shutil.copytree(models / kind, tmp_path / "folder")
     if not (folder / file).is_file():
         pytest.skip(f"{kind} has none")
     content = json.loads((folder / file).read_text())
@@ -117,8 +116,7 @@ def test_sizes_are_compared_with_the_file_first(
     reader: str, size: str, models: Path, tmp_path: Path
 ) -> None:
     kind, read = READERS[reader]
-    folder = tmp_path / "folder"
-    shutil.copytree(models / kind, folder)
+    folder = shutil.copytree(models / kind, tmp_path / "folder")
     edit_json(folder / "config.json", **{size: (1 << 31) - 1})
     # The engine's own check names the tensor that is not of that size.
     with pytest.raises(

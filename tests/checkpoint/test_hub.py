@@ -3,16 +3,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, Zamba2Config
+from transformers import AutoModel, AutoModelForCausalLM
 
-from factories import MODEL_FAMILIES, tiny_model
+from factories import MODEL_FAMILIES, edit_json, edit_tensors, tiny_model
 from one_process import run_python
 from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
@@ -40,25 +37,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def damaged(saved: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`damaged(config=..., tensors=...)`: a copy after the given changes to its parts."""
-
-    def build(
-        config: Callable[[dict[str, Any]], Any] | None = None,
-        tensors: Callable[[dict[str, torch.Tensor]], Any] | None = None,
-    ) -> Path:
-        folder = shutil.copytree(saved, tmp_path / "damaged")
-        if config is not None:
-            values = json.loads((folder / "config.json").read_text())
-            config(values["quantization_config"])
-            (folder / "config.json").write_text(json.dumps(values))
-        if tensors is not None:
-            weights = load_file(folder / "model.safetensors")
-            tensors(weights)
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-
-    return build
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A checkpoint to be damaged."""
+    return shutil.copytree(saved, tmp_path / "copied")
 
 
 def assert_same_model(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -146,20 +127,23 @@ class TestRefusals:
             ),
         ],
     )
-    def test_config_holds_method_version_and_format(self, load, change, line: str, damaged) -> None:
+    def test_a_config_with_a_wrong_field_is_refused(self, load, change, line: str, copied) -> None:
+        entry = json.loads((copied / "config.json").read_text())["quantization_config"]
+        change(entry)
+        edit_json(copied / "config.json", quantization_config=entry)
         with pytest.raises(UserError, match=line) as raised:
-            load(damaged(config=change))
+            load(copied)
         assert "\n" not in str(raised.value)
 
-    def test_a_weight_of_another_shape_is_refused(self, damaged) -> None:
+    def test_a_weight_of_another_shape_is_refused(self, copied: Path) -> None:
         name = "model.layers.1.mlp.up_proj.weight"
-        folder = damaged(tensors=lambda tensors: tensors.update({name: torch.zeros(8, 64)}))
+        edit_tensors(copied, {name: torch.zeros(8, 64)})
         with pytest.raises(
             UserError, match=rf"{name} is \[8, 64\], its config\.json needs \[96, 64\]"
         ):
-            from_pretrained(folder)
+            from_pretrained(copied)
         with pytest.raises(RuntimeError):
-            AutoModelForCausalLM.from_pretrained(folder)
+            AutoModelForCausalLM.from_pretrained(copied)
 
     @pytest.mark.parametrize(
         "name",
@@ -168,26 +152,25 @@ class TestRefusals:
             "model.layers.1.mlp.up_proj.weight",
         ],
     )
-    def test_a_missing_weight_is_refused(self, name: str, damaged) -> None:
+    def test_a_missing_weight_is_refused(self, name: str, copied: Path) -> None:
+        edit_tensors(copied, {name: None})
         with pytest.raises(UserError, match=f"lacks {name}: the files are incomplete"):
-            from_pretrained(damaged(tensors=lambda tensors: tensors.pop(name)))
+            from_pretrained(copied)
 
-    def test_a_truncated_file_is_refused(self, damaged) -> None:
-        folder = damaged()
-        file = folder / "model.safetensors"
+    def test_a_truncated_file_is_refused(self, copied: Path) -> None:
+        file = copied / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-5000])
         with pytest.raises(UserError, match=r"cannot load a model from .*incomplete") as raised:
-            from_pretrained(folder)
+            from_pretrained(copied)
         assert "\n" not in str(raised.value)
 
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "."])
-    def test_missing_file_or_folder_is_one_line(self, missing: str, damaged) -> None:
-        folder = damaged()
-        shutil.rmtree(folder) if missing == "." else (folder / missing).unlink()
+    def test_missing_file_or_folder_is_one_line(self, missing: str, copied: Path) -> None:
+        shutil.rmtree(copied) if missing == "." else (copied / missing).unlink()
         with pytest.raises(
             UserError, match=r"cannot load a model from|no such folder|holds no"
         ) as raised:
-            from_pretrained(folder)
+            from_pretrained(copied)
         assert "\n" not in str(raised.value)
 
     def test_saving_an_unconverted_model_is_refused(self, tmp_path: Path) -> None:
@@ -247,17 +230,8 @@ def test_transformers_alone_refuses_the_folder_and_says_what_to_import(
 
 
 def test_blocks_that_share_weights_are_stored_once(tmp_path: Path) -> None:
-    kinds = ["mamba", "hybrid", "mamba", "hybrid"]
-    changes = {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8}
-    model = AutoModelForCausalLM.from_config(
-        Zamba2Config(
-            **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, **changes},
-            num_hidden_layers=4,
-            layers_block_type=kinds,
-            num_mem_blocks=1,
-        )
-    )
-    save_pretrained(convert_(model.eval(), SparseBitConfig()), tmp_path)
+    model = convert_(tiny_model("zamba2").eval(), SparseBitConfig())
+    save_pretrained(model, tmp_path)
     loaded = from_pretrained(tmp_path).eval()
     first, second = (loaded.model.layers[place].shared_transformer for place in (1, 3))
     assert first.feed_forward.down_proj.weight is second.feed_forward.down_proj.weight

@@ -12,6 +12,7 @@ from sparse_bitnet.errors import UserError
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"", "not readable as JSON"),
         (b"{", "not readable as JSON"),
         (b"\xff{}", "not readable as JSON"),
         (b"[" * 100_000, "not readable as JSON"),
