@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small trained-looking model with a tokenizer, as a folder of ours and packed."""
+"""A small trained-looking model with a tokenizer, as a folder of ours and packed; conversations."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +17,28 @@ from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+ENDED_TEMPLATE = CHAT_TEMPLATE.replace("\n", "{{ eos_token }}")
+"""Each message ends with the end token, which answers thus teach."""
+
 TEXT = "some words, and some more words to talk about when words are few\n" * 5
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turn."""
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
+
+
+def write_conversations(path: Path, conversations: Iterable[Any]) -> Path:
+    """Write rows with a column "messages"."""
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in conversations))
+    return path
 
 
 def write_models(folder: Path, family: str = "qwen2", *, chat_template: str | None = None) -> Path:

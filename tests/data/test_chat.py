@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from small_models import ENDED_TEMPLATE as BY_PROMPTS
+from small_models import conversation, write_conversations
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.cli.prepare import main
 from sparse_bitnet.data.chat import BEGINS, IDS, LEARNT, encode, end_of_turn_tokens
@@ -22,22 +24,11 @@ from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 
-BY_PROMPTS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 BY_MARKS = BY_PROMPTS.replace(
     "{{ m.content }}{{ eos_token }}",
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ m.content }}{{ eos_token }}{% endif %}",
 )
-
-
-def conversation(*contents: str) -> list[dict[str, str]]:
-    return [
-        {"role": ("user", "assistant")[number % 2], "content": content}
-        for number, content in enumerate(contents)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +193,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("chats")
     tokenizer.save_pretrained(folder / "model")
     rows = [conversation("x" * (n % 7), "yz" * (n % 23 + 1)) for n in range(60)]
-    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-    (folder / "chats.jsonl").write_text(text)
+    write_conversations(folder / "chats.jsonl", rows)
     options = ["--chat", "--tokenizer", str(folder / "model"), "--validation-fraction", "0.1"]
     main([str(folder / "chats.jsonl"), str(folder / "data"), *options, "--shard-tokens", "300"])
     return folder
@@ -239,14 +229,12 @@ def test_windows_hold_each_answer_once_and_whole_conversations_if_they_fit(
     assert all({one, one[:-1]} & segments for one in fitting)
 
 
-def test_batches_of_conversations_have_restarting_positions(chats: Path) -> None:
-    loader = TokenLoader(
-        TokenDataset.open(chats / "data"), sequence_length=64, batch_size=4, seed=0
-    )
-    halves = [
-        TokenLoader(loader.dataset, sequence_length=64, batch_size=4, seed=0, rank=r, world_size=2)
-        for r in range(2)
-    ]
+def test_batches_of_conversations_have_positions_and_the_learnt_count_of_all_ranks(
+    chats: Path,
+) -> None:
+    options: Any = {"sequence_length": 64, "batch_size": 4, "seed": 0}
+    loader = TokenLoader(TokenDataset.open(chats / "data"), **options)
+    halves = [TokenLoader(loader.dataset, **options, rank=r, world_size=2) for r in range(2)]
     for step in (0, 50):
         assert len(loader.batch(step)) == 3
         counted = sum(int((half.batch(step)[1] >= 0).sum()) for half in halves)
@@ -256,12 +244,8 @@ def test_batches_of_conversations_have_restarting_positions(chats: Path) -> None
 def prepared(tokenizer: Any, template: str, rows: Path | str, out: Path) -> TokenDataset:
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
-    prepare(
-        parse_source(str(rows), chat=True, validation_fraction=0.0),
-        out,
-        tokenizer=tokenizer,
-        chat=True,
-    )
+    source = parse_source(str(rows), chat=True, validation_fraction=0.0)
+    prepare(source, out, tokenizer=tokenizer, chat=True)
     return TokenDataset.open(out)
 
 
@@ -367,7 +351,7 @@ def test_keys_that_other_rows_have_are_not_learnt(tmp_path: Path, tokenizer: Any
 def test_bad_conversations_are_refused(chats: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["--chat", "--tokenizer", str(chats / "model")]
-    rows.write_text(json.dumps({"messages": conversation("one?")}))
+    write_conversations(rows, [conversation("one?")])
     with pytest.raises(UserError, match="no assistant message"):
         main([str(rows), str(tmp_path / "out"), *options])
     dated = [{**message, "at": datetime.date(2026, 1, 1)} for message in conversation("a", "b")]

@@ -42,7 +42,7 @@ def test_permutation_handles_sizes_no_array_could_hold(size: int, data: st.DataO
     assert images.tolist() == one_by_one
 
 
-def test_tokens_beyond_the_vocabulary_are_one_line(prepared: Path) -> None:
+def test_tokens_beyond_the_vocabulary_are_refused(prepared: Path) -> None:
     dataset = TokenDataset.open(prepared)
     largest = int(dataset[0 : len(dataset)].max())
     dataset.vocab_size = largest

@@ -231,8 +231,9 @@ def test_most_of_a_small_text_is_for_training(tmp_path: Path, characters: int, k
         if kind == "jsonl":
             write_jsonl(path, parts)
         elif kind == "chat":
-            messages = [[{"role": "assistant", "content": part}] for part in parts]
-            path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in messages))
+            write_jsonl(
+                path, [[{"role": "assistant", "content": each}] for each in parts], "messages"
+            )
         else:
             path = path.with_suffix(".txt")
             path.write_text(
@@ -258,22 +259,14 @@ def tree(tmp_path: Path) -> Path:
         folder = root / f"package{number % 7}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"module{number}.py").write_text(f"value = {number}\n")
-    for skipped in ("site-packages/a.py", "test/b.py", "x/tests/c.py", "config-3.11-x/d.py"):
-        (root / skipped).parent.mkdir(parents=True, exist_ok=True)
-        (root / skipped).write_text("skipped = True\n")
-    (root / "_sysconfigdata_linux.py").write_text("skipped = True\n")
+    skipped = ["site-packages/a.py", "test/b.py", "x/tests/c.py", "config-3.11-x/d.py"]
+    skipped += ["encodings/cp437.py", "pydoc_data/topics.py", "html/entities.py", "stringprep.py"]
+    for name in (*skipped, "_sysconfigdata_linux.py", "notes.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("skipped = True\n")
     (root / "empty.py").touch()
     (root / "latin.py").write_bytes("# naïve\n".encode("latin-1"))
     (root / "binary.py").write_bytes(b"x = '\0'\n")
-    (root / "notes.txt").write_text("no Python")
-    for table in (
-        "encodings/cp437.py",
-        "pydoc_data/topics.py",
-        "html/entities.py",
-        "stringprep.py",
-    ):
-        (root / table).parent.mkdir(exist_ok=True)
-        (root / table).write_text("table = {}\n")
     return root
 
 
