@@ -97,7 +97,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, HUNYUAN),
         "qwen3_5_text": (transformers.Qwen3_5TextConfig, QWEN35),
         "bart": (transformers.BartConfig, BART),
-        "gpt2": (transformers.GPT2Config, {}),
+        "gpt2": (transformers.GPT2Config, {"n_inner": 96}),
         "falcon": (transformers.FalconConfig, {}),
         "doge": (transformers.DogeConfig, {}),
         "qwen2_moe": (transformers.Qwen2MoeConfig, MOE),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sparse_bitnet.checkpoint.build_model import PRESETS
 from sparse_bitnet.data.preparation import prepare
@@ -61,6 +63,14 @@ def worlds() -> Iterator[Worlds]:
     """Worlds of processes that are forked with their imports done."""
     with Worlds() as started:
         yield started
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """This process alone, as a world."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture

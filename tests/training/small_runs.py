@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of a run, and a signal in the middle of one."""
+"""Readers of the files that a run writes, and a signal in the middle of one."""
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,19 @@ from sparse_bitnet.training.run_folder import Interrupted
 from sparse_bitnet.training.trainer import train
 
 
+def logged(config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the metrics of each step and validation."""
+    return read_rows(Path(config.out) / METRICS_FILE)
+
+
 def losses(config: TrainConfig) -> list[float]:
     """Return the loss of each step."""
-    return [row["loss"] for row in read_rows(Path(config.out) / METRICS_FILE) if "loss" in row]
+    return [row["loss"] for row in logged(config) if "loss" in row]
+
+
+def final_weights(config: TrainConfig) -> bytes:
+    """Return the file of weights that a finished run has written."""
+    return Path(config.out, "final", "model.safetensors").read_bytes()
 
 
 def interrupted(config: TrainConfig, step: int, number: int = signal.SIGINT) -> Path:

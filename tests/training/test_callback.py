@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparseBitCallback under transformers.Trainer, and the examples."""
+"""SparseBitCallback under transformers.Trainer."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
 from sparse_bitnet.ops.mask_words import mask_flip_rate
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.training.callback import SparseBitCallback
-from sparse_bitnet.variants import registry
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Windows(Dataset):
@@ -207,49 +203,3 @@ def sparse_weights(model: nn.Module) -> list[str]:
 def test_a_model_that_was_not_converted_is_refused(make_trainer) -> None:
     with pytest.raises(UserError, match="Qwen2ForCausalLM has no SparseBitLinear; use convert_"):
         make_trainer(tiny_model(), SparseBitCallback()).train()
-
-
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_example_transformers_trainer_runs() -> None:
-    logs = training_logs(example("transformers_trainer").main(steps=6))
-    assert logs[-1]["loss"] < logs[0]["loss"]
-    assert "flip_rate" in logs[-1]
-
-
-def test_example_own_score_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_ENTRIES", {k: dict(v) for k, v in registry._ENTRIES.items()})
-    losses = example("own_score").main(steps=4)
-    assert losses[-1] < losses[0]
-    source = (EXAMPLES / "own_score.py").read_text()
-    shown = (EXAMPLES.parent / "docs" / "extending.md").read_text()
-    assert "def column_norm" in source
-    assert "def column_norm" in shown
-    code = source.partition("import torch")[2].splitlines()
-    assert sum(bool(line) for line in code) < 30
-
-
-def test_example_chat_lora_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("trl")
-    before, beside, merged = example("chat_lora").main(steps=8)
-    assert beside < before
-    assert merged < before
-    assert "saved and loaded: the same logits" in capsys.readouterr().out
-
-
-def test_example_train_chat_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = example("train_chat").main(steps=40)
-    assert "is" in answer
-    assert "bit for bit" in " ".join(capsys.readouterr().out.split())
-
-
-def test_example_convert_a_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_model("gpt_neox").save_pretrained(tmp_path)
-    loaded = example("convert_a_model").main(str(tmp_path), "full-2:4")
-    assert "the same logits, bit for bit" in capsys.readouterr().out
-    assert {str(layer.config) for layer in sparse_layers(loaded).values()} == {"full-2:4"}

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from small_runs import interrupted, losses
+from small_runs import final_weights, interrupted, logged, losses
 from transformers import BloomConfig, BloomForCausalLM
 
 from factories import tiny_model
+from small_models import ENDED_TEMPLATE as TEMPLATE
+from small_models import conversation, write_conversations
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import train as command
@@ -37,13 +39,8 @@ from sparse_bitnet.generation.open_model import end_tokens
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.training.loss import SummedLoss
-from sparse_bitnet.training.metrics import describe, read_rows
+from sparse_bitnet.training.metrics import describe
 from sparse_bitnet.training.trainer import train
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +54,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_pretrained(
         convert_(model, SparseBitConfig.parse("ternary-6:8")), folder / "model", tokenizer
     )
-    rows = [
-        [
-            {"role": "user", "content": f"{n} and"},
-            {"role": "assistant", "content": f"{n} " * (n % 5 + 1)},
-        ]
-        for n in range(40)
-    ]
-    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-    (folder / "chats.jsonl").write_text(text)
+    rows = [conversation(f"{n} and", f"{n} " * (n % 5 + 1)) for n in range(40)]
+    write_conversations(folder / "chats.jsonl", rows)
     return folder
 
 
@@ -81,26 +71,6 @@ def chat_run(small_run: Any, chats: Path, data: Path) -> Any:
     """`chat_run(**changes)`: the config of a short training on them."""
     values = {"data": str(data), "init": str(chats / "model"), "learning_rate": 1e-2}
     return lambda **changes: small_run(**{**values, **changes})
-
-
-def test_validation_without_an_answer_is_refused_at_once(
-    chat_run: Any, chats: Path, tmp_path: Path
-) -> None:
-    said = [
-        [{"role": "user", "content": f"{n} " * 400}, {"role": "assistant", "content": "yes"}]
-        for n in range(60)
-    ]
-    (tmp_path / "long.jsonl").write_text(
-        "".join(json.dumps({"messages": messages}) + "\n" for messages in said)
-    )
-    source = parse_source(
-        str(tmp_path / "long.jsonl"), chat=True, validation_fraction=0.2, near_duplicates=False
-    )
-    prepare(source, tmp_path / "data", tokenizer=chats / "model", chat=True)
-    config = chat_run(data=str(tmp_path / "data"), validation_tokens=32)
-    with pytest.raises(UserError, match="no answer in its first 32 validation tokens"):
-        train(config)
-    assert not Path(config.out).exists()
 
 
 @pytest.mark.parametrize(
@@ -152,28 +122,35 @@ def test_end_of_turn_tokens_end_texts_of_the_model(
     assert {fields[key].value for key in keys if key in fields} == {*wanted}
 
 
-def long_questions(chats: Path, folder: Path, words: int) -> Path:
-    rows = [
-        [{"role": "user", "content": f"{n} " * words}, {"role": "assistant", "content": "yes"}]
-        for n in range(4)
-    ]
-    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
-    (folder / "long.jsonl").write_text(text)
-    options = ["--chat", "--tokenizer", str(chats / "model"), "--no-near-duplicates"]
-    prepare_command([str(folder / "long.jsonl"), str(folder / "long"), *options])
-    return folder / "long"
+def long_questions(chats: Path, folder: Path, words: int, count: int, *options: str) -> str:
+    """Prepare conversations of a question with so many words and a short answer."""
+    rows = [conversation(f"{n} " * words, "yes") for n in range(count)]
+    text = str(write_conversations(folder / "long.jsonl", rows))
+    chat = ["--chat", "--tokenizer", str(chats / "model"), "--no-near-duplicates"]
+    prepare_command([text, str(folder / "long"), *chat, *options])
+    return str(folder / "long")
+
+
+def test_validation_without_an_answer_is_refused_at_once(
+    chat_run: Any, chats: Path, tmp_path: Path
+) -> None:
+    data = long_questions(chats, tmp_path, 400, 60, "--validation-fraction", "0.2")
+    config = chat_run(data=data, validation_tokens=32)
+    with pytest.raises(UserError, match="no answer in its first 32 validation tokens"):
+        train(config)
+    assert not Path(config.out).exists()
 
 
 def test_a_step_without_anything_to_learn_has_no_loss(
     chat_run: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = long_questions(chats, tmp_path, 200)
+    data = long_questions(chats, tmp_path, 200, 4)
     assert "train windows of 256 tokens hold no answer to learn (0, " in capsys.readouterr().out
     windows = Windows(TokenDataset.open(data), 60)
     empty = [n for n in range(len(windows)) if not windows.learnt(np.array([n]))]
     assert 0 < len(empty) < len(windows)
     options = {"sequence_length": 60, "batch_size": 1, "micro_batch_size": 1}
-    config = chat_run(data=str(data), steps=len(windows), validation_tokens=0, **options)
+    config = chat_run(data=data, steps=len(windows), validation_tokens=0, **options)
     seen: list[Any] = []
     result = train(config, on_step=seen.append)
     named = f"{len(empty)} of {len(windows)} train windows of 60 tokens hold no answer to learn"
@@ -192,7 +169,7 @@ def test_a_step_without_anything_to_learn_has_no_loss(
 def test_a_run_without_anything_to_learn_is_refused(
     chat_run: Any, chats: Path, tmp_path: Path
 ) -> None:
-    data = long_questions(chats, tmp_path, 200)
+    data = long_questions(chats, tmp_path, 200, 4)
     dataset = TokenDataset.open(data)
     seed = next(
         seed
@@ -200,7 +177,7 @@ def test_a_run_without_anything_to_learn_is_refused(
         if not TokenLoader(dataset, sequence_length=60, batch_size=1, seed=seed).learnt(0)
     )
     options = {"sequence_length": 60, "batch_size": 1, "micro_batch_size": 1, "data_seed": seed}
-    config = chat_run(data=str(data), steps=1, validation_tokens=0, **options)
+    config = chat_run(data=data, steps=1, validation_tokens=0, **options)
     with pytest.raises(UserError, match="no step of this run has anything to learn"):
         train(config)
     assert not Path(config.out).exists()
@@ -293,8 +270,8 @@ def test_samples_are_greedy_answers_and_change_nothing_of_the_run(
     samples: list[tuple[int, str]] = []
     shown = replace(alone, out=alone.out + "-shown")
     train(shown, on_sample=lambda row, text: samples.append((row["step"], text)))
-    for name in ("metrics.jsonl", "final/model.safetensors"):
-        assert Path(alone.out, name).read_bytes() == Path(shown.out, name).read_bytes()
+    assert logged(shown) == logged(alone)
+    assert final_weights(shown) == final_weights(alone)
     assert [step for step, _ in samples] == [2, 4]
     model, tokenizer = from_pretrained(f"{shown.out}/final").eval(), load_tokenizer(chats / "model")
     prompt = "<|user|>Why is the sky blue?<|endoftext|><|assistant|>"
@@ -317,8 +294,7 @@ def test_a_stopped_run_resumes(chat_run: Any, lora: int) -> None:
             evaluate([again.out, "--data", straight.data])
     train(again)
     assert losses(again) == losses(straight)
-    files = [Path(each.out) / "final/model.safetensors" for each in (straight, again)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert final_weights(again) == final_weights(straight)
 
 
 def test_lora_trains_adapters_and_merges_them(
@@ -332,11 +308,7 @@ def test_lora_trains_adapters_and_merges_them(
     assert samples == [12]
     said = capsys.readouterr().err
     assert "with the adapters beside the weights; merging them changes" in said
-    share = next(
-        row["merged_codes_changed"]
-        for row in read_rows(Path(config.out) / "metrics.jsonl")
-        if "merged_codes_changed" in row
-    )
+    (share,) = (row[name] for row in logged(config) if (name := "merged_codes_changed") in row)
     assert losses(config)[-1] < losses(config)[0]
     before, after = (from_pretrained(f) for f in (chats / "model", Path(config.out) / "final"))
     assert before.state_dict().keys() == after.state_dict().keys()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import interrupted
+from small_runs import final_weights, interrupted, logged
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from factories import tiny_model
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
@@ -47,15 +48,19 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_continues(
         train(config)
     shutil.rmtree(newest)
     train(config)
-    metrics = [Path(run) / "metrics.jsonl" for run in (whole.out, config.out)]
-    assert metrics[0].read_bytes() == metrics[1].read_bytes()
+    assert logged(config) == logged(whole)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "what"),
-    [('"content": "', '"content": "0', "other data"), (": null", ": 0", "another teacher")],
+    [
+        ('"content": "', '"content": "0', "other data"),
+        (": null", ": 0", "another teacher"),
+        ('"version": 2', '"version": 1', "checkpoint version 1, this release reads 2"),
+        ('"version": 2', '"version": 3', "checkpoint version 3, this release reads 2"),
+    ],
 )
-def test_other_data_or_another_teacher_is_refused(small_run, prepared, tmp_path, old, new, what):
+def test_a_checkpoint_of_other_data_teacher_or_version_is_refused(small_run, old, new, what):
     config = small_run()
     state = interrupted(config, 3) / "state.json"
     state.write_text(state.read_text().replace(old, new))
@@ -92,15 +97,6 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(small_run):
     (leftover / "model.safetensors").write_text("half")
     train(config)
     assert not leftover.exists()
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_a_checkpoint_of_another_version_is_refused(small_run, version):
-    config = small_run()
-    state = interrupted(config, 3) / "state.json"
-    state.write_text(state.read_text().replace('"version": 2', f'"version": {version}'))
-    with pytest.raises(UserError, match=f"checkpoint version {version}, this release reads 2"):
-        train(config)
 
 
 class Planted:
@@ -146,7 +142,7 @@ def test_metadata_of_shards_runs_no_code_and_is_checked(
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../../config.json"])
-def test_a_checkpoint_lists_files_of_its_own(small_run, name):
+def test_a_checkpoint_that_lists_files_elsewhere_is_refused(small_run, name):
     config = small_run()
     state = interrupted(config, 3) / "state.json"
     state.write_text(state.read_text().replace("sharded/__0_0.distcp", name))
@@ -154,18 +150,13 @@ def test_a_checkpoint_lists_files_of_its_own(small_run, name):
         resolve_checkpoint(config.out)
 
 
-def test_weights_that_no_step_uses_are_no_hindrance(small_run, tmp_path):
+def test_a_model_with_weights_without_gradient_resumes_to_the_same_bytes(small_run, tmp_path):
     """Bart's decoder alone has attention to an encoder, which gets no gradient."""
-    from transformers import BartConfig, BartForCausalLM
-
-    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2}
-    config = BartConfig(vocab_size=512, decoder_ffn_dim=64, max_position_embeddings=64, **sizes)
-    BartForCausalLM(config).save_pretrained(tmp_path / "bart")
+    tiny_model("bart", vocab_size=512).save_pretrained(tmp_path / "bart")
     options = {"steps": 4, "init": str(tmp_path / "bart"), "format": "ternary-6:8"}
     whole = small_run(out=str(tmp_path / "whole"), **options)
     train(whole)
     stopped = small_run(**options)
     interrupted(stopped, 2)
     train(stopped)
-    final = [Path(run.out) / "final" / "model.safetensors" for run in (whole, stopped)]
-    assert final[0].read_bytes() == final[1].read_bytes()
+    assert final_weights(stopped) == final_weights(whole)

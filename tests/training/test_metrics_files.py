@@ -11,22 +11,18 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.metrics import JsonLines, read_rows
 
 
-def test_rows_after_the_step_and_half_lines_are_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("after_step", "kept"), [(3, [0, 1, 2, 3]), (1, [0, 1]), (0, [])])
+def test_rows_after_the_step_and_half_lines_are_dropped(
+    tmp_path: Path, after_step: int, kept: list[int]
+) -> None:
+    """A run that begins again keeps no row, not even that of before its first step."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"st')
-    sink = JsonLines(path, 3)
-    sink.write({"step": 4, "again": True})
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(6)) + '{"st')
+    sink = JsonLines(path, after_step)
+    sink.write({"step": 9})
     sink.close()
-    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(path)] == [*kept, 9]
     assert os.listdir(tmp_path) == ["rows.jsonl"]
-
-
-def test_a_run_begun_again_keeps_no_row_of_before_its_first_step(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1}\n')
-    for after_step, kept in ((1, [0, 1]), (0, [])):
-        JsonLines(path, after_step).close()
-        assert [row["step"] for row in read_rows(path)] == kept
 
 
 @pytest.mark.parametrize("line", ["\0\0", "{", "[1]", '{"loss": 1}', '{"step": "1"}'])

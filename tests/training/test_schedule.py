@@ -8,7 +8,7 @@ import pytest
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.schedule import format_of, learning_rate, phase, weight_decay_factor
+from sparse_bitnet.training.schedule import format_of, learning_rate, weight_decay_factor
 
 
 def rates(config: TrainConfig) -> list[float]:
@@ -45,13 +45,6 @@ def test_wsd_holds_the_peak_then_falls_in_a_straight_line():
     assert set(rates(dataclasses.replace(config, decay_fraction=0.0))[9:]) == {1.0}
     with pytest.raises(UserError, match="add up to more than 1"):
         dataclasses.replace(config, decay_fraction=0.95)
-
-
-@pytest.mark.parametrize(("fraction", "sparse_steps"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
-def test_the_last_share_of_the_steps_is_sparse(fraction, sparse_steps):
-    config = TrainConfig(steps=8, sparse_fraction=fraction)
-    kept = [phase(config, format_of(config), step)[0] for step in range(1, 9)]
-    assert kept == [8] * (8 - sparse_steps) + [6] * sparse_steps
 
 
 def test_weight_decay_goes_to_its_end_in_a_straight_line():

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block that `fully_shard` gathers is one graph to a compiler, with the products of sharded layers."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from factories import make_layer, tiny_model
@@ -17,13 +14,6 @@ from sparse_bitnet.nn.selection import select
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.training.sharded_linear import prepare_linears_, selected_shards
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("text", ["ternary-6:8", "full-6:8", "ternary-6:8,activation=none"])

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from small_runs import losses
-from transformers import GPT2Config, GPT2LMHeadModel
+from small_runs import logged, losses
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
@@ -34,7 +33,6 @@ from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.config import read_config
 from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher
 from sparse_bitnet.training.loss import hidden_states
-from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.reconstruction import reconstruct_
 from sparse_bitnet.training.trainer import train
 
@@ -112,7 +110,7 @@ def test_a_run_with_a_teacher_learns(
     shown, said = capsys.readouterr()
     labels = re.findall("(validating.*)  256/256 tokens", shown)
     assert labels == ["validating", "validating the teacher", "validating"]
-    rows = read_rows(Path(config.out) / "metrics.jsonl")
+    rows = logged(config)
     assert rows[0]["step"] == 0
     before = rows[0]["validation_perplexity"]
     assert f"before the first step: validation perplexity {before:,.3f}" in said
@@ -142,8 +140,7 @@ def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
     options = dict(ce_weight=1.0, logit_cache=str(cache), top_logits=VOCAB)
     train(cached := distil(**options, out=str(tmp_path / "cached")))
     np.testing.assert_allclose(losses(cached), losses(direct), rtol=1e-3)
-    first = [read_rows(Path(each.out) / "metrics.jsonl")[0] for each in (direct, cached)]
-    assert first[0] == first[1]
+    assert logged(cached)[0] == logged(direct)[0]
     manifest = json.loads((cache / "manifest.json").read_text())
     assert len(manifest["checksums"]) == 1
     assert (cache / "part-00000.bin").stat().st_size == PART
@@ -190,8 +187,7 @@ def test_a_run_from_reconstructed_blocks_is_deterministic(
     for config in (first, again, again):  # a finished run does nothing
         train(config)
     assert capsys.readouterr().err.count("blocks reconstructed: relative error") == 2
-    rows, others = (Path(each.out, "metrics.jsonl").read_bytes() for each in (first, again))
-    assert rows == others
+    assert logged(again) == logged(first)
 
 
 @pytest.mark.parametrize(("own", "theirs"), [(304, 320), (320, 304)])
@@ -318,8 +314,7 @@ def test_command_distils_and_refuses_extra_arguments(
 def test_a_teacher_with_transposed_layers_is_known_to_be_unpackable_at_the_start(
     distil: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_inner": 96, "n_layer": 1, "n_head": 2}
-    GPT2LMHeadModel(GPT2Config(**sizes, n_positions=64)).save_pretrained(tmp_path / "gpt2")
+    tiny_model("gpt2", vocab_size=VOCAB, num_hidden_layers=1).save_pretrained(tmp_path / "gpt2")
     out = tmp_path / "run"
     distill([str(tmp_path / "gpt2"), str(out), "--data", distil().data, *SHORT.split()])
     assert "activation=int8-hadamard:block=32" in read_config(out).format

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import interrupted
+from small_runs import final_weights, interrupted, logged, losses
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
@@ -17,12 +17,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import loss as loss_module
 from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
-from sparse_bitnet.training.metrics import read_rows
 from sparse_bitnet.training.trainer import Trainer, train
-
-
-def rows(run: Path | str) -> list[dict]:
-    return read_rows(Path(run) / "metrics.jsonl")
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -42,7 +37,7 @@ def test_a_run_logs_every_step_and_learns(small_run):
     config = small_run(steps=60, learning_rate=1e-2, checkpoint_every=0)
     seen = []
     result = train(config, on_step=seen.append)
-    steps = [row for row in rows(config.out) if "loss" in row]
+    steps = [row for row in logged(config) if "loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61)) == [row["step"] for row in seen]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert steps[0]["flip_rate"] is None
@@ -53,7 +48,7 @@ def test_a_run_logs_every_step_and_learns(small_run):
     assert by_layer == list(range(3, 61, 3))
     assert {"tokens_per_second", "seconds"} <= seen[-1].keys()
     assert result.validation_tokens == 256
-    assert rows(config.out)[-1]["validation_perplexity"] == result.validation_perplexity
+    assert logged(config)[-1]["validation_perplexity"] == result.validation_perplexity
     assert train(config) == result, "a finished run returns its result"
 
 
@@ -69,7 +64,7 @@ def test_a_run_logs_every_step_and_learns(small_run):
 def test_validations_score_the_model_that_is_stored(small_run, changes):
     config = small_run(validation_every=4, **changes)
     result = train(config)
-    scored = {row["step"]: row for row in rows(config.out) if "validation_loss" in row}
+    scored = {row["step"]: row for row in logged(config) if "validation_loss" in row}
     assert scored[6]["validation_loss"] == result.validation_loss
     where = {"device": torch.device("cpu"), "dtype": torch.float32}
     for step, folder in ((4, list_checkpoints(Path(config.out))[0].path), (6, config.out)):
@@ -99,13 +94,13 @@ def test_the_four_cells_start_alike_and_see_the_same_batches(small_run, tmp_path
 def test_dense_to_sparse_switches_the_mask_on(small_run):
     config = small_run(steps=8, sparse_fraction=0.5, checkpoint_every=0)
     train(config)
-    steps = [row for row in rows(config.out) if "loss" in row]
+    steps = [row for row in logged(config) if "loss" in row]
     assert [row["sparse"] for row in steps] == [False] * 4 + [True] * 4
     assert {row["flip_rate"] for row in steps[1:4]} == {0.0}
     assert steps[4]["flip_rate"] == 0.25, "a mask of ones becomes one of three quarters"
 
 
-def test_the_published_recipe_is_a_matter_of_options(small_run, monkeypatch):
+def test_the_options_of_the_published_recipe_take_effect(small_run, monkeypatch):
     made = []
     monkeypatch.setattr(
         trainer_module, "Trainer", lambda *all: made.append(Trainer(*all)) or made[0]
@@ -155,7 +150,7 @@ def test_a_run_stopped_after_its_last_step_finishes_once(
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_lost_last_row_is_one_line(small_run):
+def test_metrics_without_the_last_row_are_refused(small_run):
     config = small_run(steps=2)
     train(config)
     for name in ("metrics.jsonl", "result.json"):
@@ -197,7 +192,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_ru
     assert "step-00000002" in message
     assert '"windows": [' in message
     assert "\n" not in message
-    assert [row["step"] for row in rows(config.out)] == [1, 2]
+    assert [row["step"] for row in logged(config)] == [1, 2]
     assert not (Path(config.out) / "result.json").exists()
 
 
@@ -213,12 +208,20 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(small_run, tmp_path)
     for micro in (1, 2, 4):
         config = small_run(micro_batch_size=micro, steps=1, out=str(tmp_path / str(micro)))
         train(config)
-        norms.append(rows(config.out)[0]["gradient_norm"])
+        norms.append(logged(config)[0]["gradient_norm"])
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
-def test_activation_checkpointing_changes_nothing(small_run, tmp_path):
-    for flag in (False, True):
-        train(small_run(activation_checkpointing=flag, out=str(tmp_path / str(flag))))
-    a, b = tmp_path / "False", tmp_path / "True"
-    assert filecmp.cmp(a / "metrics.jsonl", b / "metrics.jsonl", shallow=False)
+@pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"forward": "int8"}])
+def test_an_option_for_memory_or_speed_changes_no_bit_in_float32(small_run, tmp_path, changes):
+    train(plain := small_run(out=str(tmp_path / "plain")))
+    train(changed := small_run(**changes))
+    assert logged(changed) == logged(plain)
+    assert final_weights(changed) == final_weights(plain)
+
+
+def test_int8_forward_trains_as_the_fake_quantised_one_in_bf16(small_run, tmp_path):
+    options = {"steps": 20, "checkpoint_every": 0, "learning_rate": 1e-3, "precision": "bf16"}
+    train(fake := small_run(**options))
+    train(integer := small_run(**options, forward="int8", out=str(tmp_path / "int8")))
+    assert losses(integer) == pytest.approx(losses(fake), abs=2e-2)

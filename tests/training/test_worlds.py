@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run of several processes: the same losses as of one, from any number to any other, and no loss."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Zamba2Config
+from small_runs import logged, losses
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation.perplexity import evaluate, read_text
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.distributed import check_splits, open_world
-from sparse_bitnet.training.metrics import read_rows
+from sparse_bitnet.training.run_folder import run_lock
 from sparse_bitnet.training.trainer import train
 from world_processes import Worlds
 
@@ -29,8 +32,16 @@ def finish(worlds: Worlds, *configs: TrainConfig, **world: Any) -> None:
         assert code == 0, output
 
 
+def refused(worlds: Worlds, config: TrainConfig, message: str, **world: Any) -> str:
+    """Require that all of two processes end with exit code 2; return the output of the second."""
+    (first, output), (second, other) = worlds.run(config, size=2, **world)
+    assert (first, second) == (2, 2), output + other
+    assert message in output
+    return other
+
+
 def assert_same_curves(a: TrainConfig, b: TrainConfig, tolerance: float = 2e-5) -> None:
-    rows = [read_rows(Path(config.out) / "metrics.jsonl") for config in (a, b)]
+    rows = [logged(config) for config in (a, b)]
     assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
     for one, other in zip(*rows, strict=True):
         # With cached logits the teacher is not there to be scored.
@@ -53,11 +64,10 @@ def test_every_number_of_processes_gives_the_losses_of_one(worlds, run_config):
         finish(worlds, *configs, size=size, shard=shard)
         for config in configs:
             assert_same_curves(references[config.format], config)
-    first = [
-        read_rows(Path(c.out) / "metrics.jsonl")[0] for c in (references["ternary-6:8"], config)
-    ]
-    assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-9), "the same codes"
-    trained = [from_pretrained(Path(c.out) / "final") for c in (references["ternary-6:8"], config)]
+    both = references["ternary-6:8"], config
+    first, other = (losses(each)[0] for each in both)
+    assert first == pytest.approx(other, rel=1e-9), "the same codes"
+    trained = [from_pretrained(Path(each.out) / "final") for each in both]
     for one, other in zip(*(model.parameters() for model in trained), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -67,10 +77,8 @@ def test_int8_forward_over_two_processes_gives_the_losses_of_one(worlds, run_con
     short = {"steps": 3, "checkpoint_every": 0, "format": "ternary-6:8"}
     mixed = {"forward": "int8", "precision": "bf16", "activation_checkpointing": True}
     fake, alone = run_config("fake", **short), run_config("alone", **short, **mixed)
-    integer, pair = (
-        run_config("int8", **short, forward="int8"),
-        run_config("pair", **short, **mixed),
-    )
+    integer = run_config("int8", **short, forward="int8")
+    pair = run_config("pair", **short, **mixed)
     train(fake)
     train(alone)
     finish(worlds, integer, pair, size=2)
@@ -93,7 +101,7 @@ def test_distillation_over_two_processes_gives_the_losses_of_one(worlds, run_con
     assert_same_curves(alone, cached, tolerance=1e-3)
 
 
-def test_bf16_gradients_and_given_weights_train(worlds, run_config):
+def test_bf16_gradients_and_given_weights_give_the_losses_of_one(worlds, run_config):
     """Sums of bf16 gradients stay near; weights to start from reach all processes from the first."""
     short = {"steps": 3, "checkpoint_every": 0, "format": "ternary-6:8"}
     dense = run_config("dense").out
@@ -101,15 +109,12 @@ def test_bf16_gradients_and_given_weights_train(worlds, run_config):
     start = {**short, "init": dense, "learning_rate": 1e-3}
     alone = run_config("alone", **start)
     train(alone)
-    pair, reduced = (
-        run_config("pair", **start),
-        run_config("reduced", **start, gradient_reduction="bf16"),
-    )
+    pair = run_config("pair", **start)
+    reduced = run_config("reduced", **start, gradient_reduction="bf16")
     finish(worlds, pair, reduced, size=2)
     assert_same_curves(alone, pair)
     assert_same_curves(alone, reduced, tolerance=2e-2)
-    norms = [read_rows(Path(c.out) / "metrics.jsonl")[0]["gradient_norm"] for c in (pair, reduced)]
-    assert norms[0] != norms[1]
+    assert logged(pair)[0]["gradient_norm"] != logged(reduced)[0]["gradient_norm"]
 
 
 @pytest.mark.slow
@@ -135,11 +140,9 @@ def test_ablations_and_checkpointing_give_the_losses_of_one(worlds, run_config):
 @pytest.mark.slow
 def test_compiled_blocks_give_the_losses_of_eager_ones(worlds, run_config):
     options = {"steps": 2, "checkpoint_every": 0}
-    alone, at_once, blocks = (
-        run_config("alone", **options),
-        run_config("at-once", compile="on", **options),
-        run_config("pair", compile="on", **options),
-    )
+    alone = run_config("alone", **options)
+    at_once = run_config("at-once", compile="on", **options)
+    blocks = run_config("pair", compile="on", **options)
     train(alone)
     train(at_once)
     finish(worlds, blocks, size=2)
@@ -186,9 +189,7 @@ def test_an_export_that_takes_longer_than_a_step_may_is_waited_for(worlds, run_c
 
 def test_a_full_disk_is_named_and_older_checkpoints_kept(worlds, run_config):
     config = run_config("run")
-    outcomes = worlds.run(config, size=2, faults={"1:4": "full disk"})
-    assert [code for code, _ in outcomes] == [2, 2]
-    assert "No space left on device (rank 1)" in outcomes[0][1]
+    refused(worlds, config, "No space left on device (rank 1)", faults={"1:4": "full disk"})
     assert [saved.step for saved in list_checkpoints(Path(config.out))] == [2]
     finish(worlds, config, size=2)
 
@@ -199,20 +200,15 @@ def test_a_damaged_shard_is_refused_by_all(worlds, run_config):
     newest = list_checkpoints(Path(config.out))[-1].path
     shard = newest / "sharded" / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:50])
-    outcomes = worlds.run(config, size=2)
-    assert [code for code, _ in outcomes] == [2, 2], outcomes
-    assert "__1_0.distcp is damaged" in outcomes[0][1]
+    refused(worlds, config, "__1_0.distcp is damaged")
 
 
 def test_bad_launches_are_refused_by_all(worlds, run_config):
-    outcomes = worlds.run(run_config("run"), size=2, shard=3)
-    assert "shard=3 does not divide the 2 processes" in outcomes[0][1]
-    outcomes = worlds.run(run_config("run", batch_size=3, micro_batch_size=1), size=2)
-    assert [code for code, _ in outcomes] == [2, 2]
-    assert "does not divide over 2 processes" in outcomes[0][1]
-    outcomes = worlds.run(run_config("run", data="missing"), size=2)
-    assert "no prepared data" in outcomes[0][1]
-    assert outcomes[1][1].startswith("ErrorElsewhere")
+    refused(worlds, run_config("run"), "shard=3 does not divide the 2 processes", shard=3)
+    odd = run_config("run", batch_size=3, micro_batch_size=1)
+    refused(worlds, odd, "does not divide over 2 processes")
+    other = refused(worlds, run_config("run", data="missing"), "no prepared data")
+    assert other.startswith("ErrorElsewhere")
 
 
 @pytest.mark.parametrize("given", ["two", "0", "-1"])
@@ -227,41 +223,67 @@ def test_one_process_is_not_split():
         open_world(torch.device("cpu"), shard=4).__enter__()
 
 
-@pytest.mark.parametrize("outside", [False, True])
-def test_blocks_that_share_weights_are_not_split(outside):
+def test_a_block_that_shares_a_weight_with_the_rest_of_the_model_is_not_split():
     model = tiny_model(tie_word_embeddings=True)
     check_splits(model)
-    first, second = model.get_decoder().layers[:2]
-    if outside:
-        model.get_decoder().norm.weight = first.input_layernorm.weight
-    else:
-        second.mlp.down_proj.weight = first.mlp.down_proj.weight
+    decoder = model.get_decoder()
+    decoder.norm.weight = decoder.layers[0].input_layernorm.weight
     with pytest.raises(UserError, match=r"blocks of \w+ share weights, .* leave out torchrun$"):
         check_splits(model)
 
 
-def test_a_model_that_cannot_be_split_is_refused_by_all(worlds, run_config):
-    config = Zamba2Config(
-        **{"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4},
-        **{"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        num_mem_blocks=1,
-    )
+def test_a_model_whose_blocks_share_weights_is_refused_by_all(worlds, run_config):
     shared = run_config("shared").out
-    AutoModelForCausalLM.from_config(config).save_pretrained(shared)
+    tiny_model("zamba2", vocab_size=2048).save_pretrained(shared)
     run = run_config("run", init=shared, format="ternary-6:8")
-    outcomes = worlds.run(run, size=2)
-    assert [code for code, _ in outcomes] == [2, 2]
-    assert "blocks of Zamba2ForCausalLM share weights" in outcomes[0][1]
+    refused(worlds, run, "blocks of Zamba2ForCausalLM share weights")
     assert not Path(run.out).exists()
 
 
 def test_a_folder_in_use_is_refused_by_all(worlds, run_config):
-    from sparse_bitnet.training.run_folder import run_lock
-
     config = run_config("run")
     with run_lock(Path(config.out)):
-        outcomes = worlds.run(config, size=2)
-    assert [code for code, _ in outcomes] == [2, 2]
-    assert "in use by another" in outcomes[0][1]
+        refused(worlds, config, "in use by another")
     assert not Path(config.out).exists()
+
+
+def test_the_newest_checkpoint_of_several_processes_is_put_together(
+    worlds, run_config, monkeypatch
+):
+    alone, several = run_config("alone", checkpoint_every=5), run_config("several")
+    train(alone)
+    outcomes = worlds.run(several, size=3, faults={"1:5": "interrupt"})
+    assert [code for code, _ in outcomes] == [130] * 3, outcomes
+    run = Path(several.out)
+    older, newest = list_checkpoints(run)
+    whole = Path(resolve_checkpoint(run))
+    assert whole == run / "consolidated" / newest.path.name
+    assert resolve_checkpoint(newest.path) == str(whole)
+    same_step = resolve_checkpoint(Path(alone.out) / "checkpoints" / newest.path.name)
+    expected, state = (from_pretrained(each).state_dict() for each in (same_step, whole))
+    torch.testing.assert_close(state, expected, rtol=1e-3, atol=1e-4)
+    assert find_checkpoint(whole).trained_context_length == several.sequence_length
+    stored, own = (load_tokenizer(each) for each in (whole, several.data))
+    assert stored.get_vocab() == own.get_vocab()
+    scored = evaluate(*read_text(run, several.data), max_tokens=200)
+    assert 1 < scored.perplexity < 400
+    dropped = shutil.copytree(newest.path, newest.path.with_name("step-99999999"))
+    with monkeypatch.context() as run_that_continues:
+        run_that_continues.setattr(
+            "sparse_bitnet.checkpoint.saved_steps.damage",
+            lambda _: shutil.rmtree(dropped, ignore_errors=True),
+        )
+        assert resolve_checkpoint(run) == str(whole)
+    # Whoever asks for another checkpoint gets that one, and only that is kept.
+    assert Path(resolve_checkpoint(older.path)).name == older.path.name
+    assert not whole.exists()
+
+    shard = next((newest.path / "sharded").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged"):
+        resolve_checkpoint(run)
+    shutil.rmtree(newest.path)
+    shutil.rmtree(older.path / "model")
+    shutil.rmtree(run / "consolidated")
+    with pytest.raises(UserError, match=r"is damaged|continue the run"):
+        resolve_checkpoint(run)
