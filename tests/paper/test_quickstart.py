@@ -11,7 +11,6 @@ from rich.console import Console
 
 import sparse_bitnet.training.trainer
 from made_up_results import read_rows
-from sparse_bitnet.cli import evaluate as evaluate_cli
 from sparse_bitnet.cli import paper as cli
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training.run_folder import Interrupted
@@ -136,17 +135,6 @@ def test_command_prints_table_sample_and_places(finished, capsys):
         assert expected in printed
     assert f"{rows_of(config)[3]['perplexity']:.2f}" in printed
     assert config.prompt in printed
-
-
-def test_evaluating_a_run_gives_its_perplexity(finished, tmp_path, capsys):
-    config, *_ = finished
-    row = rows_of(config)[3]
-    run = str((Path(config.out) / row["checkpoint"]).parent)
-    limit = str(row["validation_tokens"])
-    arguments = [run, "--data", f"{config.out}/data", "--max-tokens", limit]
-    evaluate_cli.main([*arguments, "--out", str(tmp_path / "out.json")])
-    assert f"{row['perplexity']:.4f}" in capsys.readouterr().out
-    assert '"format": "ternary-6:8"' in (tmp_path / "out.json").read_text("utf-8")
 
 
 def test_folder_of_other_settings_is_refused(finished):

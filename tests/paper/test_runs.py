@@ -5,14 +5,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
-from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
+from sparse_bitnet.checkpoint.build_model import PRESETS
+from sparse_bitnet.cli import paper
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import EXPERIMENTS, NOT_IN_NAME, plan
-from sparse_bitnet_paper.scales import SCALES, find_scale, four_formats
+from sparse_bitnet_paper.scales import SCALES, QuickstartConfig, find_scale, four_formats
 
 ROOT = Path(__file__).parents[2]
 ALL = list(EXPERIMENTS)
@@ -45,15 +45,6 @@ def test_runs_of_one_experiment_differ_in_format_and_schedule_alone(name, experi
         assert all(config == configs[0] for config in configs)
 
 
-def test_models_of_one_seed_start_from_the_same_weights():
-    first = {}
-    for run in plan(find_scale("smoke"), ALL):
-        format = SparseBitConfig.parse(run.config.format)
-        model = build_model(run.config.model, format, seed=run.config.seed, vocab_size=64)
-        weights = first.setdefault(run.config.model, model.state_dict())
-        assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
-
-
 def test_a_run_of_several_experiments_is_one_run():
     scale = find_scale("cpu")
     asked = [run for name in ALL for run in EXPERIMENTS[name](scale)]
@@ -75,6 +66,20 @@ def test_seeds_on_request_replace_those_of_the_scale():
     assert {run.config.seed for run in plan(find_scale("cpu"), ALL, seeds=2)} == {0, 1}
     with pytest.raises(UserError, match="at least 1"):
         plan(find_scale("cpu"), ALL, seeds=0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda typo: QuickstartConfig(dense_layers=typo),
+        lambda typo: paper.reproduce(["--scale", "smoke", "--dry-run", "--dense-layers", typo]),
+    ],
+)
+def test_dense_layers_that_match_no_layer_are_refused(command):
+    missing = r"dense_layers donw: no linear layer of .* has such a name"
+    for globs, message in (("down_proj,donw", missing), (",", "give names of layers")):
+        with pytest.raises(UserError, match=message):
+            command(globs)
 
 
 @pytest.mark.parametrize(("folder", "names"), [("cpu", ALL), ("cpu-ideas", ["ideas"])])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import reference
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.hub import save_pretrained
@@ -62,16 +63,14 @@ def test_counts_equal_numpy(rows, groups, pattern, dtype, seed):
     w = weight.float().numpy()
     mean = np.float32(np.abs(w.astype(np.float64)).mean())
     relative = w / mean
-    order = np.argsort(-np.abs(w.reshape(-1, m)), axis=1, kind="stable")
-    mask = np.zeros_like(w.reshape(-1, m), dtype=bool)
-    np.put_along_axis(mask, order[:, :n], True, axis=1)
+    mask = reference.top_n(np.abs(w), n, m)
     codes = np.clip(np.round(relative), -1, 1)
     assert counts.weights == w.size
     assert counts.block == 3
     assert counts.absolute_sum / w.size == pytest.approx(mean, rel=1e-6)
     assert counts.near_zero == (np.abs(relative) < 0.5).sum()
     assert counts.code_zeros == (codes == 0).sum()
-    assert counts.zeros == (codes * mask.reshape(w.shape) == 0).sum()
+    assert counts.zeros == (codes * mask == 0).sum()
     assert counts.groups == w.size // m
     thresholds = np.sort(np.abs(relative.reshape(-1, m)), axis=1)[:, -(n + 1)]
     inside = int((thresholds < 4).sum())
@@ -222,6 +221,22 @@ def test_the_command_shows_names_as_they_are(ours, tmp_path, monkeypatch, capsys
         assert words in printed
     with pytest.raises(UserError, match=r"x\[/b\]"):
         analyze(["x[/b]"])
+
+
+def test_analyze_skips_dense_layers_that_no_pattern_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(172, 64),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(64, 172),
+    }
+    (tmp_path / "model").mkdir()
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"172 is not a multiple of 8.*--dense-layers"):
+        analyze(["model"])
+    analyze(["--dense-layers", "down_proj", "model"])
+    weights = json.loads((tmp_path / "analysis" / "weights.json").read_text())
+    assert [layer["name"] for layer in weights[0]["layers"]] == ["model.layers.0.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(
