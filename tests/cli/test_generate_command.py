@@ -8,26 +8,18 @@ from contextlib import nullcontext
 
 import pytest
 
-from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from small_models import write_models
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import generate
-from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.nn.convert import convert_
-from sparse_bitnet.nn.layer import SparseBitConfig
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}:{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    tokenizer = train_tokenizer(["some words and more words"] * 3, 280)
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
-    folder = tmp_path_factory.mktemp("model") / "final"
-    save_pretrained(convert_(model, SparseBitConfig.parse("ternary-6:8")), folder, tokenizer)
-    return str(folder)
+    models = write_models(tmp_path_factory.mktemp("models"), chat_template=TEMPLATE)
+    return str(models / "trained")
 
 
 GREEDY = ["--temperature", "0", "--max-tokens", "20"]
@@ -130,7 +122,7 @@ def test_stop_strings_and_sampling_are_options(folder, expected, capsys):
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--top-p", "2"], "--top-p 2"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
-        (["--prompt", "a", "--max-tokens", "5000"], "the context has room for 4,096"),
+        (["--prompt", "a", "--max-tokens", "5000"], "the context has room for 512"),
         (["--prompt", "a", "--engine", "cpu"], "pack it first"),
     ],
 )
