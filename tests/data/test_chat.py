@@ -97,9 +97,8 @@ def test_no_token_outside_of_the_answers_is_learnt(
 
 def test_a_first_token_is_not_learnt(tokenizer: Any) -> None:
     greeting = conversation("", "Hello!", "one?", "two")[1:]
-    assert pieces_learnt(tokenizer, NO_HEADERS.replace("{{ m.role[0] }}", ""), greeting) == [
-        "ello!two"
-    ]
+    contents_alone = NO_HEADERS.replace("{{ m.role[0] }}", "")
+    assert pieces_learnt(tokenizer, contents_alone, greeting) == ["ello!two"]
     end = tokenizer.eos_token
     assert pieces_learnt(tokenizer, BY_PROMPTS, greeting) == [f"two{end}"]
 

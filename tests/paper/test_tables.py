@@ -93,27 +93,17 @@ def test_verdict_states_values_and_limits(models):
 
 
 ROW = {
-    "kv_cache": "float16",
-    "model": "qwen2.5-1.5b",
-    "hardware": "a machine",
-    "date": "2026-01-02",
+    **{"kv_cache": "float16", "model": "qwen2.5-1.5b", "batch": 1, "threads": 2, "spread": 0.125},
+    **{"hardware": "a machine", "date": "2026-01-02"},
 }
 
 
 def test_table_3_shows_patterns_over_dense_and_no_gpu(tmp_path):
     speeds = {("8:8", "i2"): 100.0, ("6:8", "i2"): 90.0, ("6:8", "b3"): 110.0}
     rows = [
-        {
-            **ROW,
-            "phase": phase,
-            "tokens": tokens,
-            "batch": 1,
-            "threads": 2,
-            "pattern": pattern,
-            "weight_format": format,
-            "tokens_per_second": speed * (1 if phase == "prefill" else 0.1),
-            "spread": 0.125,
-        }
+        ROW
+        | {"phase": phase, "tokens": tokens, "pattern": pattern, "weight_format": format}
+        | {"tokens_per_second": speed * (1 if phase == "prefill" else 0.1)}
         for phase, tokens in (("prefill", 512), ("decode", 0), ("decode", 2048))
         for (pattern, format), speed in speeds.items()
     ]
