@@ -3,9 +3,11 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -137,19 +139,45 @@ def train_on_one_batch(model: Any, ids: torch.Tensor, steps: int = 12) -> list[f
     return losses
 
 
+def randomise_vectors_(model: nn.Module, mean: float = 0.0, std: float = 0.5) -> nn.Module:
+    """Give biases and norms other values than their initial ones."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean, std)
+    return model
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: Sequence[int]) -> np.ndarray:
+    """float32 [tokens, vocab] of a transformers model."""
+    return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Give keys of the JSON object in a file other values; `...` removes a key."""
     content = json.loads(path.read_text("utf-8")) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
+def edit_quantization(folder: Path, **changes: Any) -> None:
+    """Give quantization settings in a folder's config.json other values."""
+    entry = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
+    edit_json(folder / "config.json", quantization_config=entry | changes)
+
+
+def changed_tensors(tensors: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Tensors with other values, or those that a function returns; None removes a tensor."""
+    values = {
+        name: change(tensors[name]) if callable(change) else change
+        for name, change in changes.items()
+    }
+    return {name: value for name, value in (tensors | values).items() if value is not None}
+
+
 def edit_tensors(folder: Path, changes: dict[str, Any]) -> None:
-    """Give tensors of a folder other values, or those that a function returns; None removes a tensor."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, change in changes.items():
-        tensors[name] = change(tensors[name]) if callable(change) else change
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    """Change the tensors of a folder by `changed_tensors`."""
+    tensors = changed_tensors(load_file(folder / "model.safetensors"), changes)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def changed(checkpoint: Checkpoint, **values: Any) -> Checkpoint:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from factories import tiny_model
+from factories import changed_tensors, logits_of, randomise_vectors_, tiny_model
 from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
 
 FAMILIES = (
     *("qwen2", "llama", "qwen3", "bitnet", "mistral", "gemma3_text", "hunyuan_v1_dense"),
@@ -43,24 +44,34 @@ def make_packed(
         return not name.endswith(kept)
 
     convert_(model, SparseBitConfig.parse(format), is_chosen)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, std=0.5)
-    save_pretrained(model, folder / "trained")
+    save_pretrained(randomise_vectors_(model), folder / "trained")
     pack_checkpoint(
         folder / "trained", folder / "packed", format=packed_format, embeddings=embeddings
     )
     return folder / "packed"
 
 
+def edit_packed(folder: Path, changes: dict[str, Any], **stated: Any) -> None:
+    """Rewrite a packed file with right checksums: other tensors as in `edit_tensors`, other metadata."""
+    path = folder / "model.safetensors"
+    file = TensorFile(path)
+    tensors = {name: file.tensor(name).clone() for name in file.entries}
+    metadata = {key: value for key, value in file.metadata.items() if key != "crc32"} | stated
+    path.unlink()
+    changed = changed_tensors(tensors, changes)
+    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in changed.items()]
+    with TensorFileWriter(path, specs, metadata) as writer:
+        for name, value in changed.items():
+            writer.write(name, [value])
+
+
 def load_reference(folder: Path) -> Any:
     return from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@torch.no_grad()
 def reference_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     """float32 [tokens, vocab]."""
-    return load_reference(folder)(torch.tensor([tokens])).logits[0].numpy()
+    return logits_of(load_reference(folder), tokens)
 
 
 def all_logits(engine: Any, tokens: list[int], what: str = "all") -> np.ndarray:
@@ -72,11 +83,14 @@ def all_logits(engine: Any, tokens: list[int], what: str = "all") -> np.ndarray:
 
 
 def engine_logits(folder: Path, tokens: list[int], what: str = "all", **options: Any) -> np.ndarray:
-    """`all_logits` of a folder; by default neither the cache nor the head is rounded."""
+    """`all_logits` of a folder, by the weight format and instruction set of the options; by default
+    neither the cache nor the head is rounded."""
     from sparse_bitnet.engine.engine import Engine
 
     exact = {"head": "stored", "kv_cache": "float32", "threads": 1}
     engine = Engine.load(folder, **(exact | options))
+    for name in ("weight_format", "isa"):
+        assert options.get(name, "auto") in ("", "auto", getattr(engine, name))
     try:
         return all_logits(engine, tokens, what)
     finally:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server on a free port, in a thread, over an engine of the test's choice."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from scripted_engine import logits_after
 from sparse_bitnet.generation.conversation import ChatTemplate
@@ -42,6 +43,30 @@ def number_tokenizer(size: int) -> Tokenizer:
     return tokenizer
 
 
+def sentence_piece_tokenizer(letters: str, merges: list[str], *, adds_space: bool) -> Tokenizer:
+    """Return a tokenizer of SentencePiece's kind: ▁ for spaces, <0x..> for bytes, three special tokens.
+
+    `merges`: as "▁ a"; `adds_space`: whether a text begins with a space, which decoding removes.
+    """
+    specials = ["<unk>", "<s>", "</s>"]
+    pieces = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
+    pieces += [merge.replace(" ", "") for merge in merges]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    pairs = [tuple(merge.split()) for merge in merges]
+    bpe = models.BPE(vocabulary, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if adds_space:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), tokenizer.normalizer]
+        )
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in specials])
+    return tokenizer
+
+
 def byte_tokenizer() -> TextTokenizer:
     """Return a tokenizer with one token per byte, and a special token `END` that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -69,6 +94,11 @@ class Running:
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120)
+
+    def connect(self) -> socket.socket:
+        """Return a connection for raw bytes."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=120)
 
     def is_idle(self, seconds: float = 10) -> bool:
         """Whether nothing runs or waits, soon."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from factories import edit_json
+from factories import edit_json, tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -27,30 +27,11 @@ MakeCheckpoint = Callable[..., Path]
 
 def train(folder: Path, *, format: str, steps: int, **sizes: int) -> Path:
     """Train a two-layer Qwen2 on Python source text for a few steps and save it with its tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
     tokenizer = train_tokenizer([TEXT], VOCABULARY)
-    config = Qwen2Config(
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": MODEL_VOCABULARY,
-            "max_position_embeddings": 256,
-        }
-        | sizes,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = convert_(
-        Qwen2ForCausalLM._from_config(config, dtype=torch.float32), SparseBitConfig.parse(format)
-    )
+    options = {"vocab_size": MODEL_VOCABULARY, "intermediate_size": 192, "rms_norm_eps": 1e-6}
+    options |= {"max_position_embeddings": 256}
+    options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}
+    model = convert_(tiny_model("qwen2", **(options | sizes)), SparseBitConfig.parse(format))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from exported import export_gguf
 from factories import edit_json
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.load import load_tokenizer
@@ -23,9 +24,7 @@ def test_gguf_takes_the_template_that_transformers_takes(edited, tmp_path: Path)
     (folder / "chat_template.jinja").write_text("new")
 
     def templates(out: str) -> dict[str, object]:
-        export(folder, tmp_path / out, ExportConfig(format="gguf-q2_0"))
-        (file,) = (tmp_path / out).glob("*.gguf")
-        metadata = GgufFile(file).metadata
+        metadata = GgufFile(export_gguf(folder, tmp_path / out, "q2_0")).metadata
         return {key: value for key, value in metadata.items() if ".chat_template" in key}
 
     assert templates("one") == {"tokenizer.chat_template": "new"}

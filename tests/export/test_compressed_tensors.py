@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from exported import verified_export
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
@@ -35,10 +36,7 @@ def test_packing_is_that_of_the_package(random_codes, columns: int) -> None:
 @pytest.mark.parametrize("format", ["compressed-tensors-w2a8", "compressed-tensors-w8a8"])
 def test_compressed_tensors_reads_the_export(checkpoint: Path, tmp_path: Path, format: str) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
-    config = ExportConfig(format=format, verify=True)
-    verification = export(checkpoint, tmp_path / "out", config).verification
-    assert verification is not None
-    assert verification.failures == []
+    verified_export(checkpoint, tmp_path / "out", format)
 
 
 def test_config_and_tensors_are_those_of_the_format(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exporting: folders that are complete, appear whole, and replace nothing."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -22,33 +21,27 @@ from sparse_bitnet.export.hf_folder import copy_tokenizer
 FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
 
 
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.iterdir())
-    }
-
-
 @pytest.mark.parametrize("format", FITTING)
 def test_a_folder_is_complete_and_always_the_same(
     checkpoint: Path, tmp_path: Path, format: str
 ) -> None:
-    export(checkpoint, tmp_path / "again", ExportConfig(format=format))
+    seen: list[tuple[int, int]] = []
+    config = ExportConfig(format=format)
+    export(checkpoint, tmp_path / "again", config, on_progress=lambda *now: seen.append(now))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
     out = tmp_path / "out"
-    result = export(checkpoint, out, ExportConfig(format=format))
-    assert digests(tmp_path / "again") == digests(tmp_path / "out")
+    result = export(checkpoint, out, config)
+    for file in (tmp_path / "again").iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
     files = {file.name: file for file in out.iterdir()}
     assert result.nbytes == sum(file.stat().st_size for file in files.values())
     if format.startswith("gguf"):
         assert files.keys() == {"README.md", f"model-{format[5:].upper()}.gguf"}
         return
     assert {*files} == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
+        *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
     }
     generation = json.loads(files["generation_config.json"].read_text("utf-8"))
     assert generation["eos_token_id"] == 0
@@ -59,29 +52,22 @@ def test_a_folder_is_complete_and_always_the_same(
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("rope", "expected"),
     [
-        ({}, {"rope_theta": 1e6}),
+        ({"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6}),
         (
-            {
-                "rope_parameters": {
-                    "full_attention": {"rope_theta": 2.0},
-                    "sliding_attention": {"rope_theta": 3.0},
-                }
-            },
+            {"full_attention": {"rope_theta": 2.0}, "sliding_attention": {"rope_theta": 3.0}},
             {"rope_theta": 2.0, "rope_local_base_freq": 3.0},
         ),
         (
-            {
-                "model_type": "gpt_neox",
-                "rope_parameters": {"rope_theta": 2.0, "partial_rotary_factor": 0.5},
-            },
-            {"rotary_emb_base": 2.0, "rotary_pct": 0.5},
+            {"rope_theta": 2.0, "partial_rotary_factor": 0.5},
+            {"model_type": "gpt_neox", "rotary_emb_base": 2.0, "rotary_pct": 0.5},
         ),
     ],
 )
-def test_rope_is_also_stored_where_transformers_4_looks(source, tmp_path, changes, expected):
-    own = changed(source, config=source.config | changes)
+def test_rope_is_also_stored_where_transformers_4_looks(source, tmp_path, rope, expected):
+    family = expected.get("model_type", "qwen2")
+    own = changed(source, config=source.config | {"model_type": family, "rope_parameters": rope})
     write(own, tmp_path / "out", ExportConfig(format="dense"))
     config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
     assert config.items() >= expected.items()
@@ -102,28 +88,25 @@ def test_special_tokens_are_named_as_transformers_4_and_5_read_them(
     assert "<|im_end|>" in load_tokenizer(tmp_path / "out").all_special_tokens
 
 
-def test_a_scale_whose_reciprocal_float16_lacks_is_refused(source, tmp_path: Path) -> None:
-    layer = next(iter(source.layers))
-    tiny = changed(
-        source,
-        ternary=lambda name: source.ternary(name)._replace(weight_scale=torch.tensor(1.2e-5)),
-    )
-    for embeddings in ("f32", "bf16"):
-        write(tiny, tmp_path / embeddings, ExportConfig(format="bitnet", embeddings=embeddings))
-    with pytest.raises(
-        UserError, match=f"{layer}: .* too large for float16; use --embeddings bf16"
-    ):
-        write(tiny, tmp_path / "out", ExportConfig(format="bitnet", embeddings="f16"))
+@pytest.mark.parametrize(
+    ("format", "scale", "message"),
+    [
+        ("bitnet", 1.2e-5, "1 / its weight scale .* too large for float16; use --embeddings bf16"),
+        ("gguf-q2_0", 1.03e-6, "weight scale 1.03e-06 is out of range for the float16"),
+    ],
+)
+def test_scales_that_float16_cannot_store_are_refused(
+    source, tmp_path: Path, format: str, scale: float, message: str
+) -> None:
+    def ternary(name: str):
+        return source.ternary(name)._replace(weight_scale=torch.tensor(scale))
+
+    tiny, layer = changed(source, ternary=ternary), next(iter(source.layers))
+    for embeddings in ("f32", "bf16") if format == "bitnet" else ():
+        write(tiny, tmp_path / embeddings, ExportConfig(format=format, embeddings=embeddings))
+    with pytest.raises(UserError, match=f"{layer}: .*{message}"):
+        write(tiny, tmp_path / "out", ExportConfig(format=format, embeddings="f16"))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
-def test_progress_ends_at_the_total(checkpoint: Path, tmp_path: Path, format: str) -> None:
-    seen: list[tuple[int, int]] = []
-    config = ExportConfig(format=format)
-    export(checkpoint, tmp_path / "out", config, on_progress=lambda *now: seen.append(now))
-    assert seen == sorted(seen)
-    assert seen[-1][0] == seen[-1][1]
 
 
 def test_dense_weights_are_the_effective_ones_and_come_with_a_warning(
@@ -150,9 +133,13 @@ def test_full_precision_models_go_to_dense_without_a_warning(
     assert result.warning is None
     assert result.verification is not None
     assert result.verification.failures == []
+    weight = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
     for format in FITTING:
         if format != "dense":
-            with pytest.raises(UserError, match="use --to dense"):
+            with pytest.raises(
+                UserError, match=r"full-2:4: .* stores ternary weights; use --to dense"
+            ):
                 export(folder, tmp_path / "no", ExportConfig(format=format))
     assert not (tmp_path / "no").exists()
 
@@ -191,7 +178,7 @@ def test_an_interrupted_export_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_options_are_checked() -> None:
+def test_unknown_formats_and_embeddings_name_the_choices() -> None:
     with pytest.raises(UserError, match="choose one of bitnet"):
         ExportConfig(format="gguf")
     with pytest.raises(
@@ -200,14 +187,10 @@ def test_options_are_checked() -> None:
         ExportConfig(format="bitnet", embeddings="q8_0")
 
 
-def test_command_exports_and_replaces_nothing(
+def test_command_prints_the_size_and_the_warning(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["export", str(checkpoint), str(tmp_path / "out"), "--to", "dense"])
     printed = capsys.readouterr().out
     assert "dense, 0." in printed
     assert "note: these are the effective weights" in printed.replace("\n", " ")
-    with pytest.raises(SystemExit) as stopped:
-        main(["export", str(checkpoint), str(tmp_path / "out"), "--to", "dense"])
-    assert stopped.value.code == 2
-    assert "exists already" in capsys.readouterr().err

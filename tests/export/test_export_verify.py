@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from exported import verified_export
 from factories import changed, edit_tensors
+from sparse_bitnet.checkpoint.hub import register
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
@@ -17,6 +19,7 @@ from sparse_bitnet.export import export_checkpoint
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.model_card import read_record
+from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.export.verify import Verification, text_to_verify, verify
 
 BITNET = ExportConfig(format="bitnet", embeddings="f32")
@@ -32,13 +35,21 @@ def verified(source, exported: Path, config: ExportConfig, on_progress=None) -> 
     return verify(source, exported, config, text_to_verify(source, config), on_progress)
 
 
-def test_an_export_passes(source, exported: Path) -> None:
+@pytest.mark.parametrize(
+    ("embeddings", "bound", "difference"), [("f32", 0.002, 2e-5), ("bf16", 0.03, 0.02)]
+)
+def test_an_export_passes_its_verification(
+    source, tmp_path: Path, embeddings, bound: float, difference: float
+) -> None:
     seen: list[tuple[int, int]] = []
-    verification = verified(source, exported, BITNET, lambda *now: seen.append(now))
+    config = ExportConfig(format="bitnet", embeddings=embeddings)
+    export(source.folder, tmp_path / "out", config)
+    verification = verified(source, tmp_path / "out", config, lambda *now: seen.append(now))
     assert verification.failures == []
+    assert verification.mean_difference < difference
     assert verification.tokens > 300
     assert verification.reader.startswith("transformers ")
-    assert verification.bound == pytest.approx(0.002 * 2**0.5, rel=0.05)
+    assert verification.bound == pytest.approx(bound * 2**0.5, rel=0.05)
     assert seen[-1] == (2 * verification.tokens, 2 * verification.tokens)
 
 
@@ -52,13 +63,15 @@ def test_an_export_passes(source, exported: Path) -> None:
         ("model.norm.weight", lambda weight: weight * float("nan")),
     ],
 )
-def test_an_export_that_differs_fails(source, exported: Path, name: str, change) -> None:
+def test_an_export_that_differs_fails_its_verification(
+    source, exported: Path, name: str, change
+) -> None:
     edit_tensors(exported, {name: change})
     failures = verified(source, exported, BITNET).failures
     assert any(failure.startswith("log-probabilities") for failure in failures)
 
 
-def test_another_tokenizer_fails(source, exported: Path) -> None:
+def test_another_tokenizer_fails_the_verification(source, exported: Path) -> None:
     path = exported / "tokenizer.json"
     content = json.loads(path.read_text("utf-8"))
     content["model"]["merges"] = content["model"]["merges"][:-40]
@@ -80,7 +93,7 @@ def test_the_data_is_found_away_from_where_training_ran(
     assert read_record(run / "final").data_folder == data
 
 
-def test_the_text_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
+def test_the_text_to_verify_with_can_be_chosen(source, exported: Path, tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text("some words to predict " * 40)
     config = dataclasses.replace(BITNET, verify=True, text=str(text), verify_tokens=50)
@@ -136,11 +149,6 @@ def test_the_command_exits_with_2_when_out_of_bounds(
 
 
 def test_an_export_of_a_packed_model_passes(checkpoint: Path, tmp_path: Path) -> None:
-    from sparse_bitnet.checkpoint.hub import register
-    from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
-
     register()
     pack_checkpoint(checkpoint, tmp_path / "packed", embeddings="float32")
-    result = export(tmp_path / "packed", tmp_path / "out", dataclasses.replace(BITNET, verify=True))
-    assert result.verification is not None
-    assert result.verification.failures == []
+    verified_export(tmp_path / "packed", tmp_path / "out", "bitnet", embeddings="f32")

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from packed_models import engine_logits, load_reference, make_packed, reference_logits
+from exported import assert_same_layers, export_gguf
+from gguf_models import SIZES
+from packed_models import engine_logits, make_packed, reference_logits, relative_error
+from serving_thread import sentence_piece_tokenizer
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import TOKENIZER_FILES, copy_files, read_config
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
@@ -21,15 +24,7 @@ from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
 from sparse_bitnet.generation.text import TextTokenizer
 
-pytest.importorskip("gguf", reason="pip install gguf")
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 392,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 3}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -76,17 +71,13 @@ def packed(checkpoint: Path, tmp_path: Path):
     def make(name: str, **changes: Any) -> Path:
         family, own = MODELS[name]
         options = {"packed_format": "nm-enum", "embeddings": "float32"}
-        folder = make_packed(tmp_path / "made", family, **options, **(SIZES | own | changes))
+        folder = make_packed(
+            tmp_path / "made", family, **options, **(SIZES | HEADS | own | changes)
+        )
         copy_files(checkpoint, folder, TOKENIZER_FILES)
         return folder
 
     return make
-
-
-def written(folder: Path, out: Path, type: str) -> Path:
-    export(folder, out, ExportConfig(format=f"gguf-{type}", embeddings="f32"))
-    (file,) = out.glob("*.gguf")
-    return file
 
 
 @pytest.mark.parametrize(
@@ -95,15 +86,11 @@ def written(folder: Path, out: Path, type: str) -> Path:
 def test_a_packed_model_comes_back_as_it_was(packed, tmp_path: Path, name: str, type: str) -> None:
     """Codes, scales, pattern, all that the engine reads of config.json, tokens, and so its logits."""
     folder = packed(name)
-    file = written(folder, tmp_path / "out", type)
+    file = export_gguf(folder, tmp_path / "out", type, embeddings="f32")
     result = import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
     assert str(result.format.pattern) == "6:8"
     before, after = open_checkpoint(folder), open_checkpoint(tmp_path / "back")
-    assert before.layers == after.layers
-    for layer in before.layers:
-        ours, theirs = before.ternary(layer), after.ternary(layer)
-        assert torch.equal(ours.codes, theirs.codes)
-        assert torch.equal(ours.weight_scale, theirs.weight_scale), layer
+    assert_same_layers(before, after)
     assert after.others == before.others
     for other in before.others:
         # Gemma's norms have one more in the file: their sums are the same, and these are used.
@@ -151,13 +138,11 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
         name, format="ternary-2:4", hidden_size=72, intermediate_size=100, **heads, **own
     )
     tokens = np.arange(1, 33) * 7 % 392
-    theirs = llama_cpp_logits(written(folder, tmp_path / "out", "tq2_0"), tokens)
+    file = export_gguf(folder, tmp_path / "out", "tq2_0", embeddings="f32")
+    theirs = llama_cpp_logits(file, tokens)
     export(folder, tmp_path / "dense", ExportConfig(format="dense", embeddings="f32"))
-    with torch.no_grad():
-        expected = load_reference(tmp_path / "dense")(torch.tensor(tokens)[None]).logits[0].numpy()
-    error = np.linalg.norm(theirs - centred(expected), axis=-1)
-    error = error / np.linalg.norm(centred(expected), axis=-1)
-    assert error.max() < 5e-3
+    expected = centred(reference_logits(tmp_path / "dense", tokens.tolist()))
+    assert relative_error(theirs, expected) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -166,7 +151,6 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
         ("bitnet 2B4T", {}, "does not read bitnet-b1.58: its activation is the squared ReLU"),
         ("gemma3", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar=24 is not supported"),
         ("bitnet", {"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
-        ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
     ],
 )
 def test_settings_that_gguf_cannot_store_are_refused(
@@ -191,38 +175,16 @@ def test_features_that_llama_cpp_lacks_are_noted(
 
 def test_a_sentence_piece_tokenizer_comes_back(packed, tmp_path: Path) -> None:
     """Merges as scores: what llama.cpp makes of them where it is there, and our reader of the file."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from tokenizers import AddedToken
 
-    letters = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"abcdefghinot",
-    ]
-    merges = [
-        ("t", "h"),
-        ("th", "e"),
-        ("▁", "the"),
-        ("i", "n"),
-        ("in", "g"),
-        ("▁", "a"),
-        ("▁a", "n"),
-    ]
-    vocabulary = {token: at for at, token in enumerate([*letters, *(a + b for a, b in merges)])}
-    bpe = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(bpe)
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in letters[:3]])
+    merges = ["t h", "th e", "▁ the", "i n", "in g", "▁ a", "▁a n"]
+    tokenizer = sentence_piece_tokenizer("abcdefghinot", merges, adds_space=False)
     tokenizer.add_tokens([AddedToken("▁▁")])  # as Gemma's: found in "  ", shown as that
     folder = packed("gemma3")
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "unk_token": "<unk>"}))
-    file = written(folder, tmp_path / "out", "tq2_0")
+    file = export_gguf(folder, tmp_path / "out", "tq2_0", embeddings="f32")
     import_checkpoint(file, tmp_path / "back", packed="auto", embeddings="float32")
     texts = ("the thing, and an  inn", " naïve ann 東京", "then")
     back = TextTokenizer.load(tmp_path / "back")

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: what is refused before writing, and what gguf-py reads back."""
+"""GGUF files: what is refused before writing, and what gguf-py reads back, as we read its tables."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
 
-from factories import changed
+from exported import export_gguf
+from factories import changed, edit_tensors
+from gguf_models import gguf, gguf_writer
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
+from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.export_checkpoint import export
-from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.gguf_export import gguf_tensors, write
 from sparse_bitnet.packing.gguf_blocks import Q2_0, TQ1_0, TQ2_0
-
-gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 
 @pytest.mark.parametrize("format", ["gguf-tq1_0", "gguf-tq2_0", "gguf-q2_0"])
@@ -80,41 +80,21 @@ def test_q8_0_embeddings_need_rows_of_32(source: Checkpoint) -> None:
         gguf_tensors(narrow, Q2_0, "q8_0")
 
 
-def test_scales_beyond_float16_are_refused_and_nothing_is_left(
-    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sparse_bitnet.export import export_checkpoint
-
-    def tiny(layer: str):
-        ternary = source.ternary(layer)
-        return ternary._replace(weight_scale=ternary.weight_scale * 0 + 1.03e-6)
-
-    faulty = changed(source, ternary=tiny)
-    monkeypatch.setattr(export_checkpoint, "open_checkpoint", lambda checkpoint, *kinds: faulty)
-    with pytest.raises(UserError, match=r"weight scale 1.03e-06 is out of range for the float16"):
-        export("any", tmp_path / "out", ExportConfig(format="gguf-q2_0"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_table_that_begins_with_zeros_stays_float(make_checkpoint, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(steps=1, hidden_size=256, intermediate_size=768)
-    (path,) = checkpoint.rglob("model.safetensors")
-    tensors = load_file(path)
-    tensors["model.embed_tokens.weight"][0] = 0
-    save_file(tensors, path, metadata={"format": "pt"})
-    export(checkpoint, tmp_path / "out", ExportConfig(format="gguf-tq2_0"))
-    reader = gguf.GGUFReader(tmp_path / "out" / "model-TQ2_0.gguf")
-    (table,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
-    assert table.tensor_type.name == "F16"
+    folder = tmp_path / "model"
+    shutil.copytree(make_checkpoint(steps=1, hidden_size=256, intermediate_size=768), folder)
+    rows = torch.ones(392, 1).index_fill(0, torch.tensor([0]), 0)
+    edit_tensors(folder, {"model.embed_tokens.weight": rows.mul})
+    file = GgufFile(export_gguf(folder, tmp_path / "out", "tq2_0"))
+    assert file.type_name("token_embd.weight") == "F16"
 
 
 @pytest.mark.parametrize("block", [TQ1_0, TQ2_0], ids=lambda block: block.name)
 @pytest.mark.parametrize("embeddings", ["f16", "q8_0", "bf16", "f32"])
 def test_gguf_py_reads_it_back(make_checkpoint, tmp_path: Path, block, embeddings: str) -> None:
     checkpoint = make_checkpoint(steps=1, hidden_size=256, intermediate_size=768)
-    config = ExportConfig(format=f"gguf-{block.name.lower()}", embeddings=embeddings)
-    export(checkpoint, tmp_path / "out", config)
-    reader = gguf.GGUFReader(tmp_path / "out" / f"model-{block.name}.gguf")
+    type = block.name.lower()
+    reader = gguf.GGUFReader(export_gguf(checkpoint, tmp_path / "out", type, embeddings=embeddings))
     source = open_checkpoint(checkpoint)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert len(tensors) == len(source.layers) + len(source.others)
@@ -150,3 +130,23 @@ def test_gguf_py_reads_it_back(make_checkpoint, tmp_path: Path, block, embedding
     assert len(field("tokenizer.ggml.tokens")) == 392
     merges = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))["model"]["merges"]
     assert len(field("tokenizer.ggml.merges")) == len(merges)
+
+
+def test_embeddings_of_any_type_are_read(tmp_path: Path) -> None:
+    """The values are those that gguf-py dequantises; read some rows at a time."""
+    values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    Kind = gguf.GGMLQuantizationType
+    data = {kind: gguf.quants.quantize(values, kind) for kind in (Kind.Q8_0, Kind.Q4_0, Kind.BF16)}
+    random = np.random.default_rng(1)
+    for kind in (Kind.Q4_K, Kind.Q6_K):
+        _, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = random.integers(0, 60, (64, size), np.uint8)
+        data[kind] = blocks
+    with gguf_writer(tmp_path / "t.gguf", "qwen2") as writer:
+        for kind, stored in data.items():
+            writer.add_tensor(kind.name, stored, raw_dtype=kind)
+    file = GgufFile(tmp_path / "t.gguf")
+    for kind, stored in data.items():
+        expected = gguf.quants.dequantize(stored, kind)
+        np.testing.assert_array_equal(file.floats(kind.name), expected)
+        np.testing.assert_array_equal(file.floats(kind.name, slice(3, 9)), expected[3:9])

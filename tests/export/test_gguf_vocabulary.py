@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers as GGUF metadata."""
+"""Tokenizers as GGUF metadata, written and read."""
 
 import json
 import shutil
@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from factories import edit_json
-from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
+from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer, write_tokenizer
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import TokenType, add_vocabulary
+from sparse_bitnet.generation.text import TextTokenizer
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def read_vocabulary(folder: Path) -> dict[str, Any]:
     add_vocabulary(writer := GGUFWriter("unused", "qwen2"), folder, 392)
     fields = writer.kv_data[0].items()
     return {key.removeprefix("tokenizer.ggml."): field.value for key, field in fields}
+
+
+def byte_tokens(merges: list[str]) -> list[str]:
+    """The bytes as tokens, then those that merges make."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [*alphabet, *(merge.replace(" ", "") for merge in merges)]
 
 
 def test_trained_tokenizers_have_a_name_that_llama_cpp_knows(checkpoint: Path, changed) -> None:
@@ -104,8 +111,7 @@ def test_bos_and_eos_flags_follow_the_post_processor(changed, checkpoint, around
 
 @pytest.mark.parametrize("row", PRE_TOKENIZERS, ids=lambda row: row.names[0])
 def test_a_pre_tokenizer_comes_back_by_its_name(changed, row) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fields = {"model": "gpt2", "tokens": alphabet, "merges": []}
+    fields = {"model": "gpt2", "tokens": byte_tokens([]), "merges": []}
     for name in row.names:
         own = read_tokenizer(fields | {"pre": name}, "model.gguf")
     content = json.loads(own.to_str())
@@ -139,10 +145,8 @@ def test_pre_tokenizers_as_published_tokenizers_spell_them(changed, steps, name)
             read_vocabulary(folder)
         return
     assert read_vocabulary(folder)["pre"] == name
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["1 2", "Ġ 1", "Ġ a", "Â ½", "Ċ Ċ"]
-    tokens = [*alphabet, *(merge.replace(" ", "") for merge in merges)]
-    fields = {"model": "gpt2", "pre": name, "tokens": tokens, "merges": merges}
+    fields = {"model": "gpt2", "pre": name, "tokens": byte_tokens(merges), "merges": merges}
     read = read_tokenizer(fields, "model.gguf")
     expected = Tokenizer.from_str(read.to_str())
     expected.pre_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
@@ -175,3 +179,112 @@ def test_tokenizers_that_llama_cpp_would_read_differently_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         read_vocabulary(changed(**changes))
+
+
+def write_fields(folder: Path, **fields: Any) -> None:
+    """Write the tokenizer of a GGUF file with these fields into a folder."""
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    write_tokenizer(metadata, folder / "model.gguf", folder)
+
+
+def described(kind: str, tokens: list[str], **more: Any) -> dict[str, Any]:
+    types = [
+        3 if token.startswith("<|") else 4 if token.startswith("<t") else 1 for token in tokens
+    ]
+    return {"model": kind, "tokens": tokens, "token_type": types, **more}
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "last"),
+    [
+        ({"model": "gpt2", "pre": "gpt-2"}, 0, 0),
+        ({"model": "gpt2", "pre": "llama-bpe"}, 1, 0),
+        ({"model": "gpt2", "pre": "glm4"}, 0, 0),
+        ({"model": "gpt2", "pre": "llama-bpe", "add_bos_token": False}, 0, 0),
+        ({"model": "gpt2", "pre": "gpt-2", "add_eos_token": True}, 0, 1),
+        ({"model": "llama", "scores": [0.0] * 9}, 1, 0),
+    ],
+)
+def test_missing_metadata_has_llama_cpps_defaults(
+    tmp_path: Path, fields: dict[str, Any], first: int, last: int
+) -> None:
+    ids = {} if fields["model"] == "llama" else {"bos_token_id": 1, "eos_token_id": 2}
+    write_fields(tmp_path, tokens=["<unk>", "<s>", "</s>", *"abcdef"], **fields, **ids)
+    encoded = TextTokenizer.load(tmp_path).encode("a")
+    assert (encoded.count(1), encoded.count(2), 3 in encoded) == (first, last, True)
+
+
+def test_bos_and_eos_tokens_may_have_any_spelling(tmp_path: Path) -> None:
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True, "add_eos_token": True}
+    write_fields(tmp_path, model="gpt2", pre="gpt-2", tokens=["a", ":", "$A"], **ids)
+    assert load_tokenizer(tmp_path)("a").input_ids == [1, 0, 2]
+
+
+@pytest.mark.parametrize("pre", [None, "default", "of-tomorrow", 7])
+def test_without_a_known_pre_tokenizer_the_vocabulary_tells_and_a_warning_says_so(pre: Any) -> None:
+    merges = ["1 2", "12 3", ". Ċ", "a b", "Ġ ab"]
+    fields = described("gpt2", byte_tokens(merges), merges=merges)
+    with pytest.warns(UserWarning, match=r"^model.gguf: its pre-tokenizer is .*, so text is"):
+        tokenizer = read_tokenizer(fields | ({} if pre is None else {"pre": pre}), "model.gguf")
+    assert tokenizer.encode("1231 ab.\n").tokens == ["123", "1", "Ġab", ".Ċ"]
+
+
+@pytest.mark.parametrize("model", [None, 7, "t5", ["gpt2"]])
+def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path, model: object) -> None:
+    with pytest.raises(UserError, match=r"model\.gguf: a tokenizer .* is not supported; gpt2 and"):
+        write_fields(tmp_path, model=model, tokens=["a"])
+
+
+@pytest.mark.parametrize("types", [[1, 1, 1, 3, 3, 4], []])
+def test_special_tokens_are_spelled_as_in_texts(tmp_path: Path, types: list[int]) -> None:
+    """DeepSeek's, whose characters are none of the byte alphabet."""
+    tokens = ["a", "b", "c", "<\uff5cbegin▁of▁sentence\uff5c>", "</s\uff5c>", "東 "]
+    ids = {"bos_token_id": 3, "eos_token_id": 4, "add_bos_token": True}
+    write_fields(tmp_path, model="gpt2", pre="deepseek-v3", tokens=tokens, token_type=types, **ids)
+    tokenizer = load_tokenizer(tmp_path)
+    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (6, 3, 4)
+    text = f"a{tokens[4]}b"
+    assert tokenizer(text).input_ids == [3, 0, 4, 1]
+    assert tokenizer.decode([3, 0, 4, 1]) == tokens[3] + text
+    if types:
+        assert tokenizer(f"c{tokens[5]}b").input_ids == [3, 2, 5, 1]
+
+
+def test_qwen35_splits_texts_as_transformers_does() -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    (row,) = (row for row in PRE_TOKENIZERS if row.names == ("qwen35",))
+    assert row.regexes == (theirs.PRETOKENIZE_REGEX,)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "llama"])
+def test_tokenizers_are_read_as_transformers_reads_them(pre: str) -> None:
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+
+    specials = ["<|endoftext|>", "<think>"]
+    if pre == "llama":
+        letters = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        words = ["▁", *"abcdefghinot", "th", "the", "▁th", "▁the", "in", "ing", "▁a", "an", "▁an"]
+        tokens = [*letters, *words, *specials]
+        fields = described("llama", tokens, scores=[-float(n % 17) for n in range(len(tokens))])
+    else:
+        merges = ["t h", "th e", "Ġ the", "i n", "in g", "1 2", "12 3", "Ġ a", "Ġ Ġ"]
+        tokens = [*byte_tokens(merges), *specials]
+        fields = described("gpt2", tokens, merges=merges, pre=pre)
+    names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
+    expected, _ = convert_gguf_tokenizer(
+        "llama", {names.get(key, key): value for key, value in fields.items()}
+    )
+    read = read_tokenizer(fields, "model.gguf")
+    texts = ["The thing, the  inn\n\n12345 don't\t", "", " naïve <think> Ünï<|endoftext|>ann 東京"]
+    if pre == "llama":
+        # Transformers puts no space before one, nor after a special token; SentencePiece does.
+        texts.pop()
+        for text in (" the", "<|endoftext|> the"):
+            assert read.encode(text).tokens[-2:] == ["▁", "▁the"]
+        assert read.encode("the<think>the").tokens == ["▁the", "<think>", "▁the"]
+    for text in texts:
+        ids = read.encode(text, add_special_tokens=False).ids
+        assert ids == expected.encode(text, add_special_tokens=False).ids
+        for skip in (True, False):
+            decoded = expected.decode(ids, skip_special_tokens=skip)
+            assert read.decode(ids, skip_special_tokens=skip) == decoded

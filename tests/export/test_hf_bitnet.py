@@ -39,17 +39,6 @@ def test_rows_that_do_not_divide_are_refused_by_name(source: Checkpoint) -> None
         check_folder_format(other, "bitnet")
 
 
-@pytest.mark.parametrize(("embeddings", "bound"), [("f32", 2e-5), ("bf16", 0.02)])
-def test_transformers_reads_the_export(
-    checkpoint: Path, tmp_path: Path, embeddings: str, bound: float
-) -> None:
-    config = ExportConfig(format="bitnet", embeddings=embeddings, verify=True)
-    verification = export(checkpoint, tmp_path / "out", config).verification
-    assert verification is not None
-    assert verification.failures == []
-    assert verification.mean_difference < bound
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_transformers_computes_the_same_for_every_family(tmp_path: Path, family: str) -> None:
     model = convert_(tiny_model(family), SparseBitConfig.parse("ternary-2:4")).eval()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import of other tools' folders, and of our own exports."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,9 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from factories import edit_json, edit_tensors
+from exported import assert_import_refused, assert_same_layers
+from factories import edit_json, edit_quantization, edit_tensors, logits_of, tiny_model
+from packed_models import reference_logits
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.model_folder import read_config
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
@@ -30,6 +33,8 @@ from sparse_bitnet.pattern import NMPattern
 
 FORMATS = ["bitnet", "compressed-tensors-w2a8", "compressed-tensors-w8a8"]
 LAYER = "model.layers.0.mlp.gate_proj"
+IDS = list(range(32))
+AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
 Exported = Callable[[str], Path]
 
 
@@ -87,22 +92,11 @@ def test_exports_are_imported_exactly(checkpoint: Path, tmp_path: Path, format: 
     assert result.format == SparseBitConfig(pattern=NMPattern(6, 8))
     assert result.layers == 14
     before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "back")
-    assert before.layers == after.layers
+    # The reciprocal that bitnet stores is rounded once more.
+    assert_same_layers(before, after, rtol=2**-22 if format == "bitnet" else 0)
     assert before.dense_linears == after.dense_linears
-    for name in before.layers:
-        ours, theirs = before.ternary(name), after.ternary(name)
-        assert torch.equal(ours.codes, theirs.codes)
-        # The reciprocal that bitnet stores is rounded once more.
-        tolerance = 2**-22 if format == "bitnet" else 0
-        torch.testing.assert_close(ours.weight_scale, theirs.weight_scale, rtol=tolerance, atol=0)
-    ids = torch.arange(32)[None]
-    with torch.no_grad():
-        expected = from_pretrained(checkpoint)(ids).logits
-        logits = from_pretrained(tmp_path / "back")(ids).logits
-    if format == "bitnet":
-        torch.testing.assert_close(logits, expected, rtol=0, atol=0.01)
-    else:
-        assert torch.equal(logits, expected)
+    difference = reference_logits(tmp_path / "back", IDS) - reference_logits(checkpoint, IDS)
+    assert np.abs(difference).max() <= (0.01 if format == "bitnet" else 0)
 
 
 def test_packing_at_once_writes_what_packing_masters_writes(w2a8: Path, tmp_path: Path) -> None:
@@ -116,15 +110,15 @@ def test_packing_at_once_writes_what_packing_masters_writes(w2a8: Path, tmp_path
     assert once == twice
 
 
-def test_a_given_pattern_is_checked(exported: Exported, tmp_path: Path) -> None:
+def test_codes_outside_a_given_pattern_are_refused(exported: Exported, tmp_path: Path) -> None:
     folder = exported("compressed-tensors-w8a8")
     dense = import_checkpoint(folder, tmp_path / "dense", pattern=NMPattern(8, 8))
     assert dense.format.pattern.is_dense
-    with pytest.raises(UserError, match=r"codes do not fit the pattern 2:8.*--pattern 8:8"):
-        import_checkpoint(folder, tmp_path / "no", pattern=NMPattern(2, 8))
-    with pytest.raises(UserError, match="64 is not a multiple of 5"):
-        import_checkpoint(folder, tmp_path / "no", pattern=NMPattern(2, 5))
-    assert not (tmp_path / "no").exists()
+    for pattern, message in (
+        (NMPattern(2, 8), r"codes do not fit the pattern 2:8.*--pattern 8:8"),
+        (NMPattern(2, 5), "64 is not a multiple of 5"),
+    ):
+        assert_import_refused(folder, tmp_path / "no", message, pattern=pattern)
 
 
 def hugging_face(folder: Path, entry: dict[str, str], tensors: dict[str, torch.Tensor]) -> Path:
@@ -134,12 +128,11 @@ def hugging_face(folder: Path, entry: dict[str, str], tensors: dict[str, torch.T
     return folder
 
 
-def loaded_by_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model(ids).logits
+def assert_close_to_transformers(imported: Path, folder: Path, atol: float) -> None:
+    """Require the logits that transformers' own classes compute from the folder before its import."""
+    with torch.compiler.set_stance("force_eager"):
+        expected = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), IDS)
+    np.testing.assert_allclose(reference_logits(imported, IDS), expected, rtol=0, atol=atol)
 
 
 def test_autobitlinear_is_imported_with_its_bias(checkpoint: Path, tmp_path: Path) -> None:
@@ -149,53 +142,31 @@ def test_autobitlinear_is_imported_with_its_bias(checkpoint: Path, tmp_path: Pat
     for name in list(tensors):
         if name.endswith("weight_scale"):
             tensors[name] = 1 / tensors[name]
-    entry = {
-        "quant_method": "bitnet",
-        "linear_class": "autobitlinear",
-        "quantization_mode": "offline",
-        "modules_to_not_convert": ["lm_head"],
-    }
+    entry = AUTOBITLINEAR | {"quantization_mode": "offline", "modules_to_not_convert": ["lm_head"]}
     folder = hugging_face(tmp_path / "out", entry, tensors)
     import_checkpoint(folder, tmp_path / "back")
-    ids = torch.arange(32)[None]
-    with torch.no_grad():
-        logits = from_pretrained(tmp_path / "back")(ids).logits
-    torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.01)
+    assert_close_to_transformers(tmp_path / "back", folder, 0.01)
 
 
 def test_published_masters_in_bfloat16_are_imported(
     checkpoint: Path, exported: Exported, tmp_path: Path
 ) -> None:
     """BitNet b1.58's form for training: bf16 weights that the reader quantises in every forward."""
-    masters = {
-        name: tensor.bfloat16()
-        for name, tensor in load_file(checkpoint / "model.safetensors").items()
-    }
-    entry = {
-        "quant_method": "bitnet",
-        "linear_class": "autobitlinear",
-        "quantization_mode": "online",
-    }
+    trained = load_file(checkpoint / "model.safetensors")
+    masters = {name: tensor.bfloat16() for name, tensor in trained.items()}
+    entry = AUTOBITLINEAR | {"quantization_mode": "online"}
     folder = hugging_face(exported("dense"), entry, masters)
     result = import_checkpoint(folder, tmp_path / "back")
     assert (result.kind, result.layers) == ("bitnet masters", 14)
     stored = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(stored[name], master.float()) for name, master in masters.items())
-    ids = torch.arange(32)[None]
-    with torch.no_grad():
-        logits = from_pretrained(tmp_path / "back")(ids).logits
-    torch.testing.assert_close(logits, loaded_by_transformers(folder, ids), rtol=0, atol=0.02)
+    assert_close_to_transformers(tmp_path / "back", folder, 0.02)
 
 
 def test_bitnet_b1_58_keeps_its_architecture(tmp_path: Path) -> None:
     """Its published masters, with the norms inside the blocks, made small."""
-    from transformers import BitNetConfig, BitNetForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    model = BitNetForCausalLM(BitNetConfig(**sizes, **heads, pad_token_id=None))
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
+    model = tiny_model("bitnet", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "published")
     result = import_checkpoint(tmp_path / "published", tmp_path / "ours", pattern=NMPattern(8, 8))
     assert result.layers == 14
     ours = from_pretrained(tmp_path / "ours")
@@ -205,10 +176,10 @@ def test_bitnet_b1_58_keeps_its_architecture(tmp_path: Path) -> None:
     source = open_checkpoint(tmp_path / "packed")
     assert torch.equal(source.ternary(name).codes, ours.get_submodule(name).select().codes)
     for packed in (None, "auto"):
-        with pytest.raises(UserError, match=r"codes do not fit the pattern 2:4.*--pattern 8:8"):
-            import_checkpoint(
-                tmp_path / "published", tmp_path / "no", pattern=NMPattern(2, 4), packed=packed
-            )
+        message, pattern = r"codes do not fit the pattern 2:4.*--pattern 8:8", NMPattern(2, 4)
+        assert_import_refused(
+            tmp_path / "published", tmp_path / "no", message, pattern=pattern, packed=packed
+        )
 
 
 @pytest.mark.parametrize(
@@ -237,58 +208,35 @@ def test_tensors_without_counterpart_are_refused(
     w2a8: Path, tmp_path: Path, suffix: str, change, message: str
 ) -> None:
     edit_tensors(w2a8, {f"{LAYER}.{suffix}": change})
-    with pytest.raises(UserError, match=f"layer {LAYER}.*{message}"):
-        import_checkpoint(w2a8, tmp_path / "no")
+    assert_import_refused(w2a8, tmp_path / "no", f"layer {LAYER}.*{message}")
     assert os.listdir(tmp_path) == ["out"]
 
 
-def change_entry(folder: Path, change) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config["quantization_config"])
-    path.write_text(json.dumps(config))
+def test_settings_without_counterpart_are_refused(w2a8: Path, tmp_path: Path) -> None:
+    (group,) = read_config(w2a8)["quantization_config"]["config_groups"].values()
+    group["weights"]["strategy"] = "group"
+    for changes, message in (
+        ({"config_groups": {"group_0": group}}, "have strategy 'group' and group_size None"),
+        ({"sparsity_config": {"format": "dense"}}, r"sparsity_config = \{.*\} is not supported"),
+        ({"quant_method": "awq"}, "quant_method 'awq' .* not importable"),
+    ):
+        edit_quantization(w2a8, **changes)
+        assert_import_refused(w2a8, tmp_path / "no", message)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda e: e.update(quant_method="awq"), "quant_method 'awq' .* not importable"),
-        (
-            lambda e: e.update(sparsity_config={"format": "dense"}),
-            r"sparsity_config = \{.*\} is not supported",
-        ),
-        (
-            lambda e: e["config_groups"]["group_0"]["weights"].update(strategy="group"),
-            "weights have strategy 'group' and group_size None",
-        ),
-    ],
-)
-def test_settings_without_counterpart_are_refused(
-    w2a8: Path, tmp_path: Path, change, message: str
-) -> None:
-    change_entry(w2a8, change)
-    with pytest.raises(UserError, match=message):
-        import_checkpoint(w2a8, tmp_path / "no")
-
-
-def test_dense_checkpoints_are_refused(
+def test_dense_weights_are_imported_only_if_they_are_ternary(
     checkpoint: Path, exported: Exported, tmp_path: Path
 ) -> None:
-    # As it is, its floats are ternary.
-    import_checkpoint(exported("dense"), tmp_path / "packed", packed="auto")
+    folder = exported("dense")
+    import_checkpoint(folder, tmp_path / "packed", packed="auto")
     before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "packed")
     assert after.format.pattern == NMPattern(6, 8)
     assert torch.equal(before.ternary(LAYER).codes, after.ternary(LAYER).codes)
-    shutil.rmtree(tmp_path / "packed")
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    noisy = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
-    save_file(noisy, tmp_path / "out" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"no quantization_config in config.json\) is not importable"
-    ):
-        import_checkpoint(tmp_path / "out", tmp_path / "no")
+    edit_tensors(folder, dict.fromkeys(load_file(folder / "model.safetensors"), torch.randn_like))
+    message = r"no quantization_config in config.json\) is not importable"
+    assert_import_refused(folder, tmp_path / "no", message)
     with pytest.raises(UserError, match="exists already"):
-        import_checkpoint(tmp_path / "out", tmp_path / "out")
+        import_checkpoint(folder, folder)
 
 
 def test_command_imports_a_folder(
@@ -336,6 +284,4 @@ def test_other_tensors_than_those_of_the_model_are_refused(
     if format == "dense" and change == {f"{LAYER}.weight_scale": None}:
         change = {f"{LAYER}.weight": None}
     edit_tensors(tmp_path / "out", change)
-    with pytest.raises(UserError, match=message):
-        import_checkpoint(tmp_path / "out", tmp_path / "no", packed=packed)
-    assert not (tmp_path / "no").exists()
+    assert_import_refused(tmp_path / "out", tmp_path / "no", message, packed=packed)

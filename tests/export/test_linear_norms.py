@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from factories import edit_json, tiny_model
-from packed_models import engine_logits, typical_error
+from exported import assert_import_refused
+from factories import edit_json, edit_quantization, randomise_vectors_, tiny_model
+from packed_models import engine_logits, reference_logits, typical_error
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
-from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.model_folder import LINEAR_NORMS, TOKENIZER_FILES, copy_files
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.engine.engine import Engine
@@ -38,10 +38,7 @@ def reference(family: str, **changes: Any) -> Any:
             layer = AutoBitLinear(*sizes, online_quant=True, use_rms_norm=True, rms_norm_eps=1e-6)
             layer.weight.data = module.weight.data.bfloat16().float()
             model.set_submodule(name, layer)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, mean=0.6, std=0.2)
-    return model.eval()
+    return randomise_vectors_(model, mean=0.6, std=0.2).eval()
 
 
 def write(folder: Path, model: Any, *, released: bool) -> Path:
@@ -82,9 +79,7 @@ def test_engine_equals_transformers_layers(tmp_path: Path, family: str, released
     import_checkpoint(folder, tmp_path / "packed", packed="i2", embeddings="float32")
     assert read_pooling(tmp_path / "packed") == "mean"
     logits, hidden = expected(model)
-    with torch.no_grad():
-        ours = from_pretrained(tmp_path / "packed", dtype=torch.float32)(torch.tensor([TOKENS]))
-    assert typical_error(ours.logits[0].numpy(), logits) < 1e-5
+    assert typical_error(reference_logits(tmp_path / "packed", TOKENS), logits) < 1e-5
     engine = Engine.load(tmp_path / "packed", head="stored", kv_cache="float32", threads=1)
     for what, wanted in (("all", logits), ("hidden", hidden)):
         sequence = engine.new_sequence()
@@ -108,18 +103,8 @@ def test_invalid_settings_are_refused(
     tmp_path: Path, setting: str, value: object, message: str
 ) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=False)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"][setting] = value
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message):
-        import_checkpoint(folder, tmp_path / "no", packed="i2")
-
-
-def test_importing_masters_with_linear_norms_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", reference("qwen3"), released=True)
-    with pytest.raises(UserError, match=r"norms in its linear layers.*--packed-format auto"):
-        import_checkpoint(folder, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
+    edit_quantization(folder, **{setting: value})
+    assert_import_refused(folder, tmp_path / "no", message, packed="i2")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
@@ -146,18 +131,15 @@ def test_gguf_keeps_linear_norms(tmp_path: Path, checkpoint: Path, family: str) 
     )
 
 
-@pytest.mark.parametrize("format", ["dense", "bitnet", "compressed-tensors-w8a8"])
-def test_exporting_linear_norms_to_folders_is_refused(tmp_path: Path, format: str) -> None:
+def test_masters_other_folders_and_another_epsilon_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", reference("qwen3"), released=True)
+    message = r"norms in its linear layers.*--packed-format auto"
+    assert_import_refused(folder, tmp_path / "no", message)
     import_checkpoint(folder, tmp_path / "packed", packed="i2")
-    with pytest.raises(UserError, match=r"proj\.norm\.weight is not part of the model in its"):
-        export(tmp_path / "packed", tmp_path / "out", ExportConfig(format=format))  # type: ignore[arg-type]
+    for format in ("dense", "bitnet", "compressed-tensors-w8a8"):
+        with pytest.raises(UserError, match=r"proj\.norm\.weight is not part of the model in its"):
+            export(tmp_path / "packed", tmp_path / "out", ExportConfig(format=format))
     assert not (tmp_path / "out").exists()
-
-
-def test_another_epsilon_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", reference("qwen3"), released=True)
-    import_checkpoint(folder, tmp_path / "packed", packed="i2")
     edit_json(tmp_path / "packed" / "config.json", linear_norms_epsilon=1e-5)
     with pytest.raises(Unsupported, match="norms of two epsilons"):
         Engine.load(tmp_path / "packed")

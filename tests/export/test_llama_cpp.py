@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from exported import verified_export
 from factories import edit_json
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.export.export_checkpoint import export
@@ -16,15 +17,13 @@ pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python builds lla
 
 
 @pytest.mark.parametrize("format", ["gguf-tq1_0", "gguf-tq2_0", "gguf-q2_0"])
-def test_a_trained_model_predicts_the_same(
+def test_llama_cpp_predicts_what_the_trained_model_does(
     wide_checkpoint: Path, python_text: str, tmp_path: Path, format: str
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(python_text[-6000:])
-    config = ExportConfig(format=format, verify=True, text=str(text), verify_tokens=1024)
-    verification = export(wide_checkpoint, tmp_path / "out", config).verification
-    assert verification is not None
-    assert verification.failures == []
+    options = {"text": str(text), "verify_tokens": 1024}
+    verification = verified_export(wide_checkpoint, tmp_path / "out", format, **options)
     assert verification.same_token_ids
     assert abs(verification.perplexity_difference) < 0.01
     assert verification.same_best_token > 0.95
@@ -35,10 +34,7 @@ def test_a_trained_model_predicts_the_same(
 def test_other_embeddings_and_rows_of_64_predict_the_same(
     checkpoint: Path, tmp_path: Path, embeddings: str
 ) -> None:
-    config = ExportConfig(format="gguf-q2_0", embeddings=embeddings, verify=True)
-    verification = export(checkpoint, tmp_path / "out", config).verification
-    assert verification is not None
-    assert verification.failures == []
+    verified_export(checkpoint, tmp_path / "out", "gguf-q2_0", embeddings=embeddings)
 
 
 def test_gpt_2_pre_tokenizer_gives_the_same_tokens(

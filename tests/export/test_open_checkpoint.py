@@ -15,12 +15,12 @@ from sparse_bitnet.checkpoint.checkpoint import Checkpoint
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.export.export_checkpoint import check_folder_format, export
+from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 
 
-def test_everything_else_is_listed_once(source: Checkpoint, checkpoint: Path) -> None:
+def test_tensors_beside_the_layers_are_listed_once(source: Checkpoint, checkpoint: Path) -> None:
     stored = load_file(checkpoint / "model.safetensors")
     names = [*source.others, *(f"{layer}.weight" for layer in source.layers)]
     assert sorted(names) == sorted(stored)
@@ -79,15 +79,6 @@ def test_a_packed_folder_is_the_same_source(
 def test_a_folder_may_be_named_as_a_file(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "model.gguf")
     assert open_checkpoint(folder).kind == "trained"
-
-
-def test_full_precision_formats_have_effective_weights_only(make_checkpoint) -> None:
-    source = open_checkpoint(make_checkpoint("full-2:4"))
-    name = next(iter(source.layers))
-    weight = source.effective(name)
-    assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
-    with pytest.raises(UserError, match="full-2:4: bitnet stores ternary weights; use --to dense"):
-        check_folder_format(source, "bitnet")
 
 
 def test_folders_without_a_checkpoint_of_ours_are_refused(edited, tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from sparse_bitnet.nn.straight_through import InputQuantizer
 from sparse_bitnet.packing.rotation import Rotation
 
 pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
-from test_gguf_import import add_tokenizer, by_our_layout, gguf_name, write_gguf
 from test_gguf_qwen35 import TERNARY, grouped, stored, ternary_qwen35, write_qwen35
 from test_ternary_tables import EMBEDDING, HEAD, ternary_tables_, with_ternary_tables
 
+from gguf_models import add_tokenizer, by_our_layout, gguf_name, write_gguf
 from sparse_bitnet import _cpu
 from sparse_bitnet.engine.engine import Engine
 

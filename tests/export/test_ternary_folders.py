@@ -4,19 +4,21 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from factories import edit_json, edit_tensors, tiny_model
-from packed_models import engine_logits, typical_error
-from sparse_bitnet.checkpoint.load import from_pretrained
+from exported import assert_import_refused
+from factories import edit_json, edit_tensors, logits_of, tiny_model
+from packed_models import engine_logits, reference_logits, typical_error
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.importer import import_checkpoint
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 UP = "model.layers.1.mlp.up_proj.weight"
+IDS = list(range(32))
 
 
 def save_model(folder: Path, family: str, scales_of: Any, dtype: torch.dtype) -> Any:
@@ -28,11 +30,6 @@ def save_model(folder: Path, family: str, scales_of: Any, dtype: torch.dtype) ->
             parameter.data = (codes * scales_of(*parameter.shape).to(dtype)).to(dtype)
     model.save_pretrained(folder)
     return model.float().eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(32)[None]).logits[0]
 
 
 def by_matrix(rows: int, columns: int) -> torch.Tensor:
@@ -75,21 +72,21 @@ def test_ternary_floats_are_imported_exactly(
         ternary = packed.ternary(layer)
         assert torch.equal(ternary.values(), model.state_dict()[f"{layer}.weight"])
         assert ternary.weight_scale.dtype in (torch.float32, dtype)
-    imported = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
-    computed = engine_logits(tmp_path / "packed", list(range(32)))
-    assert typical_error(computed, imported.numpy()) < 1e-5
-    assert (imported - logits(model)).norm() < 0.05 * logits(model).norm()
+    imported = reference_logits(tmp_path / "packed", IDS)
+    assert typical_error(engine_logits(tmp_path / "packed", IDS), imported) < 1e-5
+    expected = logits_of(model, IDS)
+    assert np.linalg.norm(imported - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_a_matrix_that_is_ternary_only_at_first_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", by_row, torch.float16)
     noise = torch.randn(512, 256).half() * (torch.arange(512) == 100)[:, None]
     edit_tensors(tmp_path / "model", {UP: lambda weight: weight + noise})
-    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj .* is not ternary, though"):
-        import_checkpoint(tmp_path / "model", tmp_path / "no", packed="i2")
-    assert not (tmp_path / "no").exists()
-    with pytest.raises(UserError, match="has several scales, which only packed folders hold"):
-        import_checkpoint(tmp_path / "model", tmp_path / "no")
+    for packed, message in (
+        ("i2", r"layers\.1\.mlp\.up_proj .* is not ternary, though"),
+        (None, "has several scales, which only packed folders hold"),
+    ):
+        assert_import_refused(tmp_path / "model", tmp_path / "no", message, packed=packed)
 
 
 def test_layers_of_zeros_are_named(tmp_path: Path) -> None:
@@ -163,6 +160,5 @@ def test_published_falcon_e_is_imported(tmp_path: Path, head_dim: int, revision:
     for layer in checkpoint.layers:
         values = checkpoint.ternary(layer).values().bfloat16()
         assert torch.equal(values, model.state_dict()[f"{layer}.weight"])
-    expected = logits(from_pretrained(tmp_path / "packed", dtype=torch.float32))
-    computed = engine_logits(tmp_path / "packed", list(range(32)))
-    assert typical_error(computed, expected.numpy()) < 1e-5
+    expected = reference_logits(tmp_path / "packed", IDS)
+    assert typical_error(engine_logits(tmp_path / "packed", IDS), expected) < 1e-5

@@ -63,7 +63,7 @@ json.dump(each, open(out, "w"))
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors-w8a8", "compressed-tensors-w2a8"])
-def test_a_trained_model_predicts_the_same(
+def test_vllm_predicts_what_the_trained_model_does(
     wide_checkpoint: Path, python_text: str, tmp_path: Path, format: str
 ) -> None:
     """In float32 what is left are activations that lie on the other side of a rounding boundary."""
