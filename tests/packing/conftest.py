@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from factories import tiny_model
+from factories import randomise_vectors_, tiny_model
 from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.nn.convert import convert_
@@ -25,11 +25,8 @@ def packed_models_are_registered() -> None:
 
 def make_model(family: str = "qwen2", format: str = "ternary-6:8", **changes: object) -> nn.Module:
     """A converted model whose biases and norms are not their initial values."""
-    model = convert_(tiny_model(family, seed=4, **changes), SparseBitConfig.parse(format)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, std=0.5)
-    return model
+    model = convert_(tiny_model(family, seed=4, **changes), SparseBitConfig.parse(format))
+    return randomise_vectors_(model.eval())
 
 
 @pytest.fixture(scope="session")

@@ -20,26 +20,12 @@ from sparse_bitnet.pattern import MAX_GROUP, NMPattern
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CONSTANT = re.compile(r"^constexpr (?:int|std::int64_t) (\w+) = (.+);$", re.MULTILINE)
 CASES = [
-    ("i2", "8:8", 1),
-    ("i2", "6:8", 248),
-    ("i2", "6:8", 896),
-    ("i2", "2:4", 2048),
-    ("b3", "8:8", 1),
-    ("b3", "8:8", 333),
-    ("b3", "6:8", 2048),
-    ("nm-enum", "8:8", 60),
-    ("nm-enum", "6:8", 2048),
-    ("nm-enum", "2:4", 196),
-    ("nm-enum", "2:8", 896),
-    ("nm-enum", "3:5", 35),
-    ("nm-enum", "7:24", 240),
-    ("nm-enum", "20:32", 96),
-    ("nm-enum", "1:32", 640),
-    ("nm-sign", "8:8", 65),
-    ("nm-sign", "3:4", 196),
-    ("nm-sign", "6:8", 896),
-    ("nm-sign", "3:5", 35),
-    ("nm-sign", "20:32", 96),
+    *(("i2", *case) for case in (("8:8", 1), ("6:8", 248), ("6:8", 896), ("2:4", 2048))),
+    *(("b3", *case) for case in (("8:8", 1), ("8:8", 333), ("6:8", 2048))),
+    *(("nm-enum", *case) for case in (("8:8", 60), ("6:8", 2048), ("2:4", 196), ("2:8", 896))),
+    *(("nm-enum", *case) for case in (("3:5", 35), ("7:24", 240), ("20:32", 96), ("1:32", 640))),
+    *(("nm-sign", *case) for case in (("8:8", 65), ("3:4", 196), ("6:8", 896))),
+    *(("nm-sign", *case) for case in (("3:5", 35), ("20:32", 96))),
 ]
 
 

@@ -2,8 +2,8 @@
 """Packed folders through from_pretrained: the trained model's logits, or one line of refusal."""
 
 import contextlib
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from transformers import AutoModelForCausalLM
 
-from factories import MODEL_FAMILIES
+from factories import MODEL_FAMILIES, edit_quantization
+from packed_models import edit_packed
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.checkpoint.packed import packed_layers
@@ -25,7 +26,7 @@ from sparse_bitnet.export.verify import check_packed
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.packing.formats import FORMATS, PackedMetadata, needs_exact
-from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile
 from sparse_bitnet.pattern import NMPattern
 
 IDS = torch.arange(24).view(2, 12)
@@ -127,33 +128,14 @@ def test_rotated_weights_have_a_version_that_older_releases_refuse() -> None:
             PackedMetadata.from_json(each, "here")
 
 
-def rewrite(folder: Path, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
-    """Rewrite the packed file with valid checksums; a tensor of None is left out."""
-    path = folder / "model.safetensors"
-    file = TensorFile(path)
-    values = {name: file.tensor(name).clone() for name in file.entries} | tensors
-    kept = {name: value for name, value in values.items() if value is not None}
-    described = {key: value for key, value in file.metadata.items() if key != "crc32"} | metadata
-    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in kept.items()]
-    with TensorFileWriter(path, specs, described) as writer:
-        for name, value in kept.items():
-            writer.write(name, [value])
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"].update(changes)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-LAYER = "model.layers.0.self_attn.k_proj"
+PACKED, SCALE = (f"model.layers.0.self_attn.k_proj.weight_{end}" for end in ("packed", "scale"))
 OVERFULL = pack(torch.ones(32, 64, dtype=torch.int8), "b3", NMPattern(1, 1))
 
 
 def flip_bit(folder: Path) -> None:
     path = folder / "model.safetensors"
     raw = bytearray(path.read_bytes())
-    raw[TensorFile(path).entries[f"{LAYER}.weight_packed"].begin + 5] ^= 8
+    raw[TensorFile(path).entries[PACKED].begin + 5] ^= 8
     path.write_bytes(raw)
 
 
@@ -162,52 +144,39 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped bit": (flip_bit, f"tensor {LAYER}.weight_packed is damaged"),
-    "truncated": (truncate, "is truncated"),
-    "version in the file": (lambda f: rewrite(f, {}, {"version": 7}), "version 7 is not readable"),
-    "version in the config": (lambda f: edit_config(f, version=7), "its version is 1, .* says 7"),
-    "another pattern": (lambda f: edit_config(f, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
-    "another format": (lambda f: edit_config(f, packed_format="i2"), "its packed_format is"),
-    "pattern violation": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL}, {}),
-        f"tensor {LAYER}.weight_packed is damaged or not b3: a group has more non-zeros",
-    ),
-    "scale not a number": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_scale": torch.tensor([float("nan")])}, {}),
-        f"tensor {LAYER}.weight_scale is nan",
-    ),
-    "missing tensor": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_scale": None}, {}),
-        f"tensor {LAYER}.weight_scale is missing",
-    ),
-    "missing codes": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_packed": None}, {}),
-        f"tensor {LAYER}.weight_packed is missing",
-    ),
-    "surplus tensor": (
-        lambda f: rewrite(f, {"extra": torch.zeros(1)}, {}),
-        "tensor extra is not part of the model",
-    ),
-    "other size": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL[:, :12]}, {}),
-        rf"{LAYER}.weight_packed is U8 \[32, 12\], its config.json needs uint8 \[32, 13\]",
-    ),
-    "other type": (
-        lambda f: rewrite(f, {f"{LAYER}.weight_packed": OVERFULL.view(torch.int8)}, {}),
-        f"{LAYER}.weight_packed is I8",
-    ),
-    "layer elsewhere": (
-        lambda f: rewrite(f, {}, {"layers": {"model.norm": [64, 64]}}),
-        "tensor model.norm.weight_packed is missing",
-    ),
-}
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_damaged_folders_are_refused(packed: Path, tmp_path: Path, refusal: str) -> None:
-    change, message = REFUSALS[refusal]
-    change(packed)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip_bit, f"tensor {PACKED} is damaged"),
+        (truncate, "is truncated"),
+        (partial(edit_packed, changes={}, version=7), "version 7 is not readable"),
+        (partial(edit_quantization, version=7), "its version is 1, .* says 7"),
+        (partial(edit_quantization, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
+        (partial(edit_quantization, packed_format="i2"), "its packed_format is"),
+        ({PACKED: OVERFULL}, f"tensor {PACKED} is damaged or not b3: a group has more non-zeros"),
+        ({SCALE: torch.tensor([torch.nan])}, f"tensor {SCALE} is nan"),
+        ({SCALE: None}, f"tensor {SCALE} is missing"),
+        ({PACKED: None}, f"tensor {PACKED} is missing"),
+        ({"extra": torch.zeros(1)}, "tensor extra is not part of the model"),
+        (
+            {PACKED: OVERFULL[:, :12]},
+            rf"{PACKED} is U8 \[32, 12\], its config.json needs uint8 \[32, 13\]",
+        ),
+        ({PACKED: OVERFULL.view(torch.int8)}, f"{PACKED} is I8"),
+        (
+            partial(edit_packed, changes={}, layers={"model.norm": [64, 64]}),
+            "tensor model.norm.weight_packed is missing",
+        ),
+    ],
+)
+def test_damaged_folders_are_refused(
+    packed: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    """`change`: of the folder, or other tensors."""
+    if callable(change):
+        change(packed)
+    else:
+        edit_packed(packed, change)
     with pytest.raises(UserError, match=message):
         from_pretrained(packed)
     with pytest.raises(UserError):
@@ -219,7 +188,7 @@ def test_damaged_folders_are_refused(packed: Path, tmp_path: Path, refusal: str)
 def test_a_table_has_scales_of_its_own_rows(trained: Trained, tmp_path: Path, rows: int) -> None:
     pack_checkpoint(trained(), tmp_path / "packed", embeddings="int8")
     scales = torch.ones(1) if rows == 1 else torch.ones(rows, 1)
-    rewrite(tmp_path / "packed", {"model.embed_tokens.weight_scale": scales}, {})
+    edit_packed(tmp_path / "packed", {"model.embed_tokens.weight_scale": scales})
     for read in (from_pretrained, open_checkpoint):
         with pytest.raises(UserError, match=r"model\.embed_tokens\.weight_scale"):
             read(tmp_path / "packed")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from sparse_bitnet.packing.formats import FORMATS, needs_exact
 from sparse_bitnet.pattern import NMPattern
 
 Trained = Callable[..., Path]
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -60,23 +62,24 @@ def test_packed_folder_holds_every_tensor(trained: Trained, tmp_path: Path, form
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("model.norm.weight", lambda values: values * torch.nan, "has values that are not finite"),
-        ("model.layers.0.mlp.up_proj.weight", lambda values: values + torch.inf, "has values that"),
-        ("model.embed_tokens.weight", lambda values: values / 0, "has values that are not finite"),
-        (
-            "model.norm.weight",
-            lambda values: values.int(),
-            r"is I32 \[64\], its config.json needs floats",
-        ),
+        (NORM, lambda values: values * torch.nan, f"{NORM} has values that are not finite"),
+        (UP, lambda values: values + torch.inf, f"{UP} has values that"),
+        (EMBEDDING, lambda values: values / 0, f"{EMBEDDING} has values that are not finite"),
+        (NORM, torch.Tensor.int, rf"{NORM} is I32 \[64\], its config.json needs floats"),
+        (NORM, torch.zeros(3), r"is F32 \[3\], its config.json needs"),
+        (NORM, None, f"lacks {NORM}"),
+        (UP, None, f"lacks {UP}"),
+        (UP, torch.zeros(4, 64), rf"{UP} is F32 \[4, 64\], its config.json needs .*\[96, 64\]"),
+        ("extra", torch.zeros(1), "tensor extra is not part of the model"),
     ],
 )
-def test_tensors_without_weights_are_named(
+def test_tensors_that_are_not_the_weights_of_the_model_are_named(
     trained: Trained, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
     source = Path(shutil.copytree(trained(), tmp_path / "source"))
     edit_tensors(source, {name: change})
     for write in (pack_checkpoint, partial(export, config=ExportConfig(format="dense"))):
-        with pytest.raises(UserError, match=f"{name} {message}"):
+        with pytest.raises(UserError, match=message):
             write(source, tmp_path / "out")
     assert os.listdir(tmp_path) == ["source"]
 
@@ -111,21 +114,15 @@ def test_values_beyond_float16_are_not_exported_in_it(
 
 
 def test_packed_folder_is_complete(trained: Trained, tmp_path: Path) -> None:
-    (source := tmp_path / "source").mkdir()
-    shutil.copytree(trained(), source, dirs_exist_ok=True)
+    source = Path(shutil.copytree(trained(), tmp_path / "source"))
     (source / "train_config.json").write_text('{"sequence_length": 96}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     pack_checkpoint(source, tmp_path / "out")
     assert find_checkpoint(tmp_path / "out").trained_context_length == 96
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    expected = {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "README.md",
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("model.safetensors", "config.json", "generation_config.json", "README.md"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     }
-    assert expected | {"tokenizer_config.json", "chat_template.jinja"} == names
     text = "a small text"
     before, after = load_tokenizer(source), load_tokenizer(tmp_path / "out")
     assert before(text).input_ids == after(text).input_ids
@@ -165,7 +162,8 @@ def test_embeddings_are_stored_in_every_precision(
     result = pack_checkpoint(source, tmp_path / "out", embeddings=embeddings)
     packed = load_file(tmp_path / "out" / "model.safetensors")
     names = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
-    assert [name for name in packed if "embed" in name or "head" in name].sort() == names.sort()
+    stored = {name.removesuffix("_scale") for name in packed}
+    assert {name for name in stored if "embed" in name or "head" in name} == {*names}
     size = 0
     for name in names:
         if embeddings == "bf16":
@@ -193,40 +191,16 @@ def test_run_folders_and_split_files_are_packed(trained: Trained, tmp_path: Path
     assert seen[-1][0] == seen[-1][1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model.norm.weight": None}, "lacks model.norm.weight"),
-        ({"extra": torch.zeros(1)}, "tensor extra is not part of the model"),
-        ({"model.norm.weight": torch.zeros(3)}, r"is F32 \[3\], its config.json needs"),
-        ({UP: None}, f"lacks {UP}"),
-        ({UP: torch.zeros(4, 64)}, rf"{UP} is F32 \[4, 64\], its config.json needs .*\[96, 64\]"),
-    ],
-)
-def test_other_tensors_than_those_of_the_model_are_refused(
-    trained: Trained, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    source = Path(shutil.copytree(trained(), tmp_path / "source"))
-    edit_tensors(source, changes)
-    with pytest.raises(UserError, match=message):
-        pack_checkpoint(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_invalid_sources_and_options_are_refused(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="full-precision weights"):
-        pack_checkpoint(trained(format="full-6:8"), tmp_path / "out")
-    with pytest.raises(UserError, match="no such checkpoint"):
-        pack_checkpoint(tmp_path / "nowhere" / "else", tmp_path / "out")
-    with pytest.raises(UserError, match="the hub does not provide it"):
-        pack_checkpoint("someone/model", tmp_path / "out")
-    with pytest.raises(UserError, match="packed format 'q4' is unknown"):
-        pack_checkpoint(trained(), tmp_path / "out", format="q4")
-    with pytest.raises(UserError, match="embeddings 'int4': choose one of"):
-        pack_checkpoint(trained(), tmp_path / "out", embeddings="int4")
     pack_checkpoint(trained(), tmp_path / "packed")
-    with pytest.raises(UserError, match="it is packed already"):
-        pack_checkpoint(tmp_path / "packed", tmp_path / "out")
+    for source, options, message in (
+        (trained(format="full-6:8"), {}, "full-precision weights"),
+        (trained(), {"format": "q4"}, "packed format 'q4' is unknown"),
+        (trained(), {"embeddings": "int4"}, "embeddings 'int4': choose one of"),
+        (tmp_path / "packed", {}, "it is packed already"),
+    ):
+        with pytest.raises(UserError, match=message):
+            pack_checkpoint(source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -241,10 +215,7 @@ def test_a_failed_attempt_leaves_no_files(
     error: BaseException,
     raised: Any,
 ) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(checkpoint_module, "pack", fail)
+    monkeypatch.setattr(checkpoint_module, "pack", Mock(side_effect=error))
     with pytest.raises(raised):
         pack_checkpoint(trained(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
