@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fresh process for a script, or for several commands, which imports what they need once."""
+"""Another process: a fresh one for a script, or for several commands, which imports what they need once;
+or a fork of this one."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 _SCRIPT = """
 import contextlib, io, json, sys, traceback
@@ -40,6 +46,20 @@ def run_python(script: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_in_fork(check: Callable[[], None]) -> None:
+    """Require that a check passes in a fork of this process, within a minute; skip without forks."""
+    if not hasattr(os, "fork"):
+        pytest.skip("the system does not fork")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        with contextlib.suppress(BaseException):
+            check()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Done(NamedTuple):

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extension refuses sizes that do not fit before it allocates, divides or multiplies with them."""
 
-import threading
-from functools import cache
-
 import numpy as np
 import pytest
-from test_thread_pool import call_for_a_minute
+from test_thread_pool import assert_one_caller_at_a_time
 
 from decoder_in_memory import DecoderInMemory, random_model
 from sparse_bitnet import _cpu
@@ -30,7 +27,7 @@ def test_sizes_of_ops_kernels_are_checked(size: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (5, 4), (1, 0), (1, 33), (1, -4)])
-def test_patterns_are_checked(n: int, m: int) -> None:
+def test_impossible_patterns_are_refused(n: int, m: int) -> None:
     with pytest.raises(ValueError, match="pattern"):
         _cpu.Kernels.choose("").select_ternary(0, _cpu.Dtype.float32, 1.0, 8, n, m, 0, 0, 1)
     with pytest.raises(ValueError, match="pattern"):
@@ -73,12 +70,12 @@ def test_int8_rows_whose_sums_would_overflow_are_refused() -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2**31 - 1])
-def test_thread_counts_are_checked(threads: int) -> None:
+def test_impossible_thread_counts_are_refused(threads: int) -> None:
     with pytest.raises(ValueError, match="threads"):
         _cpu.ThreadPool(threads)
 
 
-def test_offsets_in_files_are_checked() -> None:
+def test_offsets_beyond_any_file_are_refused() -> None:
     place = {"descriptor": 0, "offset": 2**63 - 1}
     with pytest.raises(ValueError, match="neither an address nor a file"):
         _cpu.StoredMatrix(_cpu.StoredFormat.i2, 1, 1, 1, 256, 64, **place)
@@ -86,35 +83,18 @@ def test_offsets_in_files_are_checked() -> None:
         _cpu.StoredTable(_cpu.TableType.int8, 1, 256, 256, **place)
 
 
-@cache
-def small_decoder() -> DecoderInMemory:
-    return DecoderInMemory(random_model(max_position_embeddings=2048), threads=2, cache_tokens=2048)
-
-
 def test_a_decoder_takes_one_caller_at_a_time() -> None:
     """Without that: a crash, or logits of another thread's tokens."""
-    decoder = small_decoder().decoder
+    model = random_model(max_position_embeddings=2048)
+    decoder = DecoderInMemory(model, threads=2, cache_tokens=2048).decoder
     tokens, sequence = np.zeros(1500, np.int32), decoder.open()
-    started, stop = threading.Event(), threading.Event()
 
-    def keep_busy() -> None:
-        while not stop.is_set():
-            try:
-                decoder.truncate(sequence, 0)
-                started.set()
-                decoder.forward([(sequence, tokens.ctypes.data, len(tokens))], _cpu.Logits.none, 0)
-            except RuntimeError:  # the other thread was first
-                continue
+    def busy() -> None:
+        decoder.truncate(sequence, 0)
+        decoder.forward([(sequence, tokens.ctypes.data, len(tokens))], _cpu.Logits.none, 0)
 
-    other = threading.Thread(target=keep_busy)
-    other.start()
-    try:
-        assert started.wait(60)
-        with pytest.raises(RuntimeError, match="another thread is using the engine"):
-            call_for_a_minute(lambda: decoder.length(sequence))
-    finally:
-        stop.set()
-        other.join()
+    message = "another thread is using the engine"
+    assert_one_caller_at_a_time(busy, lambda: decoder.length(sequence), message)
     decoder.close(sequence)
 
 

@@ -3,14 +3,13 @@
 
 import functools
 import math
-import os
-import signal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from one_process import run_in_fork
 from sparse_bitnet.ops.quantize_int8 import quantize_int8_reference
 from sparse_bitnet.ops.select_ternary import absmean_reference, select_ternary_reference
 from sparse_bitnet.variants.built_in import hadamard
@@ -189,15 +188,14 @@ def test_hadamard_matrices_give_the_bits_of_the_reference(block, isa):
             assert memory[[0, *range(n + 1, n + 65)]].isnan().all()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
 def test_the_child_of_a_fork_does_not_wait_for_the_threads_of_its_parent():
     weight, kernels = torch.randn(1024, 1024), cpu.Kernels(threads=2)
     expected = kernels.nm_mask(weight, 2, 4).numpy()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        os._exit(int((kernels.nm_mask(weight, 2, 4).numpy() != expected).any()))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def check() -> None:
+        assert not (kernels.nm_mask(weight, 2, 4).numpy() != expected).any()
+
+    run_in_fork(check)
 
 
 def test_an_unknown_instruction_set_lists_those_of_this_machine():

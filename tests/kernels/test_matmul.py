@@ -129,15 +129,9 @@ class Quantized:
             self.fine_rows, self.fine_padding = rows[:, :columns], rows[:, columns:]
 
     def addresses(self) -> tuple[int, ...]:
-        fine = 0 if self.fine is None else self.fine.ctypes.data
-        fine_sums = 0 if self.fine is None else self.fine_sums.ctypes.data
-        return (
-            self.codes.ctypes.data,
-            fine,
-            self.scales.ctypes.data,
-            self.sums.ctypes.data,
-            fine_sums,
-        )
+        fine_sums = None if self.fine is None else self.fine_sums
+        arrays = (self.codes, self.fine, self.scales, self.sums, fine_sums)
+        return tuple(0 if array is None else array.ctypes.data for array in arrays)
 
 
 def draw_codes(generator, format: str, pattern: NMPattern, rows: int, columns: int) -> np.ndarray:
@@ -230,6 +224,15 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
     np.testing.assert_array_equal(ours.view(np.int32), np.ascontiguousarray(theirs).view(np.int32))
 
 
+def check(
+    kernels, pool, weights: Weights, x: np.ndarray, bias=None, *, fine=False, group=0, padding=5
+) -> None:
+    """Require the bits of the reference for one product."""
+    quantized = Quantized(kernels, pool, x, fine=fine, group=group)
+    (y,) = run(kernels, pool, quantized, [weights], [bias], padding)
+    assert_same(y, expected(weights, quantized, bias))
+
+
 @pytest.mark.parametrize("format", list(FORMATS))
 def test_products_equal_the_reference_bit_for_bit(kernels, format):
     generator = np.random.default_rng(0)
@@ -240,11 +243,9 @@ def test_products_equal_the_reference_bit_for_bit(kernels, format):
         weights = draw_weights(generator, format, pattern, rows, columns)
         for tokens in TOKENS:
             fine = format in ("int8", "int4") and (index + tokens) % 3 != 0
-            pool = pools[(index + tokens) % 3]
-            x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=fine)
+            x = draw_x(generator, tokens, columns)
             bias = draw_x(generator, 1, rows)[0] if (index + tokens) % 2 else None
-            (y,) = run(kernels, pool, x, [weights], [bias])
-            assert_same(y, expected(weights, x, bias))
+            check(kernels, pools[(index + tokens) % 3], weights, x, bias, fine=fine)
 
 
 @pytest.mark.parametrize("text", ["3:4", "2:4", "1:4", "6:8", "4:4"])
@@ -259,11 +260,9 @@ def test_products_of_full_groups_equal_the_reference_bit_for_bit(kernels, text):
         codes = np.where(kept.reshape(rows, columns), signs, np.int8(0))
         weights = Weights(format="lookup", pattern=pattern, codes=codes, exact=True)
         for tokens in (1, 2, 3, 5, 16, 37):
-            pool = pools[(index + tokens) % 2]
-            x = Quantized(kernels, pool, draw_x(generator, tokens, columns), fine=False)
+            x = draw_x(generator, tokens, columns)
             bias = draw_x(generator, 1, rows)[0] if tokens % 2 else None
-            (y,) = run(kernels, pool, x, [weights], [bias])
-            assert_same(y, expected(weights, x, bias))
+            check(kernels, pools[(index + tokens) % 2], weights, x, bias)
         if pattern.m == 4 and pattern.n < 4:
             assert weights.stride == -(-columns // 256) * 40  # 1.25 bits a weight
 
@@ -285,13 +284,9 @@ def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, form
             scales = torch.from_numpy(generator.uniform(-0.02, 0.02, shape))
             scales[0, 0] = 2.0**-20  # subnormal in float16
             weights.group_scales = scales.to(next(dtypes))
-            by_group = group if tokens != 5 else 0
-            x = Quantized(
-                kernels, pool, draw_x(generator, tokens, columns), fine=False, group=by_group
-            )
+            x = draw_x(generator, tokens, columns)
             bias = draw_x(generator, 1, rows)[0] if tokens % 2 else None
-            (y,) = run(kernels, pool, x, [weights], [bias])
-            assert_same(y, expected(weights, x, bias))
+            check(kernels, pool, weights, x, bias, group=group if tokens != 5 else 0)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 40, 515])
@@ -315,10 +310,8 @@ def test_long_rows_and_large_outputs_equal_the_reference_bit_for_bit(kernels, fo
     # On a matrix unit many rows meet half as many tokens; whole lines of y go past the caches.
     generator = np.random.default_rng(8)
     weights = draw_weights(generator, format, NMPattern(6, 8), 530, 2304)
-    pool = _cpu.ThreadPool(1)
-    x = Quantized(kernels, pool, draw_x(generator, 270, 2304), fine=format == "int8")
-    (y,) = run(kernels, pool, x, [weights], [None], padding=width - 530)
-    assert_same(y, expected(weights, x, None))
+    x, fine = draw_x(generator, 270, 2304), format == "int8"
+    check(kernels, _cpu.ThreadPool(1), weights, x, fine=fine, padding=width - 530)
 
 
 def test_products_are_those_of_the_training_code(kernels):
@@ -361,10 +354,9 @@ def test_activations_equal_the_reference(kernels, columns):
 
 def test_largest_sums_of_groups_do_not_overflow(kernels):
     for columns, value, sign in itertools.product((64, 128, 256), (1, -1), (1, -1)):
-        codes, pool = np.full((67, 2 * columns), value, np.int8), _cpu.ThreadPool(1)
+        codes = np.full((67, 2 * columns), value, np.int8)
         weights = Weights("b3", NMPattern(1, 1), codes, group_scales=torch.ones(67, 2))
-        x = Quantized(kernels, pool, np.full((2, 2 * columns), sign, np.float32), fine=False)
-        assert_same(run(kernels, pool, x, [weights], [None])[0], expected(weights, x, None))
+        check(kernels, _cpu.ThreadPool(1), weights, np.full((2, 2 * columns), sign, np.float32))
 
 
 def test_largest_sums_do_not_overflow(kernels):
@@ -378,13 +370,8 @@ def test_largest_sums_do_not_overflow(kernels):
         weights = Weights(
             format=format, pattern=NMPattern(8, 8), codes=codes, scales=np.ones(count, np.float32)
         )
-        for tokens in (1, 3):
-            quantized = Quantized(kernels, pool, x[:tokens], fine=True)
-            (y,) = run(kernels, pool, quantized, [weights], [None])
-            assert_same(y, expected(weights, quantized, None))
-        many = Quantized(kernels, pool, np.tile(x, (22, 1)), fine=True)
-        (y,) = run(kernels, pool, many, [weights], [None])
-        assert_same(y, expected(weights, many, None))
+        for tokens in (x[:1], x, np.tile(x, (22, 1))):
+            check(kernels, pool, weights, tokens, fine=True)
 
 
 @pytest.mark.parametrize("format", ["i2", "b3"])
@@ -397,9 +384,7 @@ def test_rows_longer_than_any_partial_sum_are_exact(kernels, format):
     weights = Weights(format=format, pattern=NMPattern(8, 8), codes=codes)
     pool = _cpu.ThreadPool(1)
     for x in (np.ones((1, columns), np.float32), draw_x(generator, 2, columns)):
-        quantized = Quantized(kernels, pool, x, fine=False)
-        (y,) = run(kernels, pool, quantized, [weights], [None])
-        assert_same(y, expected(weights, quantized, None))
+        check(kernels, pool, weights, x)
 
 
 def test_instruction_sets_are_chosen_by_name_and_by_variable(monkeypatch):

@@ -205,7 +205,7 @@ def test_rows_that_share_bytes_do_not_depend_on_threads(text: str) -> None:
     assert all(np.array_equal(results[0], result) for result in results)
 
 
-def test_sizes_are_checked() -> None:
+def test_sizes_that_do_not_fit_are_refused() -> None:
     pool, out = _cpu.ThreadPool(1), np.zeros(4096, np.uint8)
     base = out.ctypes.data + -out.ctypes.data % 64
     shape = {"n": 1, "m": 1, "rows": 2, "columns": 64}
@@ -333,7 +333,7 @@ def test_values_that_are_not_finite_are_found(pool) -> None:
             assert not quantize_table(pool, values.bfloat16(), type)[2]
 
 
-def test_rows_are_copied(pool) -> None:
+def test_tables_of_floats_are_copied_row_by_row(pool) -> None:
     values = torch.randn(70, 33)
     out = np.full(70 * 192 + 64, POISON, np.uint8)
     base = -out.ctypes.data % 64

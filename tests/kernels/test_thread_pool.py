@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's thread pool: every piece once, from tiny regions to sleeping threads."""
 
-import os
-import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
 
-from one_process import run_python
+from one_process import run_in_fork, run_python
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 
@@ -60,46 +61,51 @@ def test_a_thread_computes_a_contiguous_stretch():
     pytest.fail("no region was split into two stretches")
 
 
-def call_for_a_minute(call) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        call()
-
-
-def test_one_caller_at_a_time():
-    pool, stop = _cpu.ThreadPool(2), threading.Event()
+def assert_one_caller_at_a_time(busy: Callable, call: Callable, message: str) -> None:
+    """Require that `call` is refused, within a minute, while another thread calls `busy` all the time."""
+    started, stop = threading.Event(), threading.Event()
 
     def keep_busy() -> None:
         while not stop.is_set():
-            try:
-                visit(pool, 100, 100_000, 1000)
-            except RuntimeError:  # the other thread was first
-                continue
+            with suppress(RuntimeError):  # the other thread was first
+                started.set()
+                busy()
+
+    def call_for_a_minute() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            call()
 
     other = threading.Thread(target=keep_busy)
     other.start()
     try:
-        with pytest.raises(RuntimeError, match="another thread is using this thread pool"):
-            call_for_a_minute(lambda: visit(pool, 100, 100_000, 1000))
+        assert started.wait(60)
+        with pytest.raises(RuntimeError, match=message):
+            call_for_a_minute()
     finally:
         stop.set()
         other.join()
+
+
+def test_one_caller_at_a_time():
+    pool = _cpu.ThreadPool(2)
+    visit_all = partial(visit, pool, 100, 100_000, 1000)
+    message = "another thread is using this thread pool"
+    assert_one_caller_at_a_time(visit_all, visit_all, message)
     visit(pool, 3, 50, 1)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
 def test_the_child_of_a_fork_works_alone():
-    pool = _cpu.ThreadPool(2)
-    visit(pool, 1, 50, 1)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        is_alone = not visit(pool, 3, 50, 1).any()
-        del pool  # does not wait for threads that are not there
+    pools = [_cpu.ThreadPool(2)]
+    visit(pools[0], 1, 50, 1)
+
+    def check() -> None:
+        assert not visit(pools[0], 3, 50, 1).any()
+        pools.clear()  # does not wait for threads that are not there
         visit(_cpu.ThreadPool(2), 3, 50, 1)
-        os._exit(0 if is_alone else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    visit(pool, 1, 50, 1)
+
+    run_in_fork(check)
+    visit(pools[0], 1, 50, 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
