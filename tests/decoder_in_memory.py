@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from factories import tiny_model
+from factories import randomise_vectors_, tiny_model
 from sparse_bitnet import _cpu
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -24,16 +24,7 @@ def random_model(
     ties = {"tie_word_embeddings": family != "bitnet"}
     model: Any = tiny_model(family, seed=seed, **(ties | changes))
     model = convert_(model, SparseBitConfig.parse(format)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, mean=0.6, std=0.2)
-    return model
-
-
-def reference_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """[tokens, vocab] of the transformers model."""
-    with torch.no_grad():
-        return model(torch.tensor([list(ids)])).logits[0].float().numpy()
+    return randomise_vectors_(model, mean=0.6, std=0.2)
 
 
 class DecoderInMemory:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from decoder_in_memory import DecoderInMemory, ids_of, random_model, reference_logits
+from decoder_in_memory import DecoderInMemory, ids_of, random_model
+from factories import logits_of
 from packed_models import FAMILIES
 from sparse_bitnet import _cpu
 
@@ -81,23 +82,18 @@ def isa(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "long"])
 def test_equals_transformers_on_every_position(name: str, isa: str) -> None:
-    model, ids = model_of(name), ids_of(64)
-    assert_close(DecoderInMemory(model, isa=isa).logits(ids), reference_logits(model, ids))
-
-
-def test_long_sequence_equals_transformers(isa: str) -> None:
-    model, ids = long_model(), ids_of(1300)
-    decoder = DecoderInMemory(model, isa=isa, threads=2, cache_tokens=1344)
-    assert_close(decoder.logits(ids), reference_logits(model, ids))
+    model, ids = (long_model(), ids_of(1300)) if name == "long" else (model_of(name), ids_of(64))
+    decoder = DecoderInMemory(model, isa=isa, threads=1 + (name == "long"), cache_tokens=1344)
+    assert_close(decoder.logits(ids), logits_of(model, ids))
 
 
 def test_a_window_equals_transformers_and_changes_no_bit_of_split_prompts(isa: str) -> None:
     model, ids = windowed_model(), ids_of(1300)
     decoder = DecoderInMemory(model, isa=isa, threads=2, cache_tokens=2688)
     whole = decoder.logits(ids)
-    assert_close(whole, reference_logits(model, ids))
+    assert_close(whole, logits_of(model, ids))
     sequence = decoder.decoder.open()
     pieces = [ids[:149], ids[149:700], *([token] for token in ids[700:720])]
     parts = [decoder.forward([(sequence, piece)])[0] for piece in pieces]
@@ -111,7 +107,7 @@ def test_a_window_equals_transformers_and_changes_no_bit_of_split_prompts(isa: s
 def test_rounded_caches_are_close(name: str, cache_type: str, bound: float, isa: str) -> None:
     model, ids = model_of(name), ids_of(64)
     logits = DecoderInMemory(model, cache=cache_type, isa=isa).logits(ids)
-    assert errors(logits, reference_logits(model, ids)).max() <= bound
+    assert errors(logits, logits_of(model, ids)).max() <= bound
 
 
 def codes_of(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +171,7 @@ def test_pages_of_codes_equal_their_reference(name: str, bits: int, isa: str) ->
     before = model.config._attn_implementation
     model.config._attn_implementation = "pages_of_codes"
     try:
-        expected = reference_logits(model, ids)
+        expected = logits_of(model, ids)
     finally:
         model.config._attn_implementation = before
     assert_close(DecoderInMemory(model, cache=f"int{bits}", isa=isa).logits(ids), expected)
@@ -188,7 +184,7 @@ def test_rounded_heads_equal_their_dequantised_weights(head: str, isa: str) -> N
     decoder = DecoderInMemory(model, embedding="float32", head=head, isa=isa)
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(torch.from_numpy(decoder.dequantised[head]))
-    difference = errors(decoder.logits(ids), reference_logits(model, ids))
+    difference = errors(decoder.logits(ids), logits_of(model, ids))
     assert difference.max() <= TOLERANCE
     assert np.quantile(difference, 0.25) <= 2e-4
 
@@ -199,7 +195,7 @@ def test_rounded_embeddings_equal_their_dequantised_weights(type: str) -> None:
     decoder = DecoderInMemory(model, embedding=type)
     with torch.no_grad():
         model.get_input_embeddings().weight.copy_(torch.from_numpy(decoder.dequantised[type]))
-    assert_close(decoder.logits(ids), reference_logits(model, ids))
+    assert_close(decoder.logits(ids), logits_of(model, ids))
 
 
 @pytest.mark.parametrize("cache_type", ["float32", "float16", "int8", "int4"])
@@ -328,7 +324,7 @@ def test_model_builder_refuses_what_does_not_fit() -> None:
 def test_group_scales_and_activations_are_close_to_transformers(isa):
     model = random_model(hidden_size=64, intermediate_size=96)
     ids = ids_of(20)
-    reference = reference_logits(model, ids)
+    reference = logits_of(model, ids)
     by_group = DecoderInMemory(model, isa=isa, group=32)
     assert np.quantile(errors(by_group.logits(ids), reference), 0.25) < TYPICAL
     finer = DecoderInMemory(model, isa=isa, group=32, activation_group=32)

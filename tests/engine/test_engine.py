@@ -3,7 +3,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from one_process import run_in_fork
 from packed_models import (
     FAMILIES,
     all_logits,
@@ -57,10 +57,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, ties: boo
     folder = make_packed(tmp_path, family, tie_word_embeddings=ties)
     expected = reference_logits(folder, TOKENS)
     for weight_format in ("i2", "b3", "lookup"):
-        engine = Engine.load(folder, weight_format=weight_format, **EXACT)
-        assert (engine.weight_format, engine.head_format) == (weight_format, "float32")
-        assert_close(all_logits(engine, TOKENS), expected)
-        engine.close()
+        assert_close(engine_logits(folder, TOKENS, weight_format=weight_format), expected)
 
 
 @pytest.mark.parametrize("kv_cache", ["float32", "float16", "int8", "int4"])
@@ -73,23 +70,15 @@ def test_every_instruction_set_returns_the_same_bits(
     """Tokens are more than a chunk of pages; matrix units attend to heads of 64 and 128, not of 80."""
     sizes = {"head_dim": size, "max_position_embeddings": 1024, "sliding_window": 100}
     folder = make_packed(tmp_path, family, embeddings="bf16", **sizes)
-    options: dict[str, Any] = {
-        "kv_cache": kv_cache,
-        "head": "int8" if kv_cache == "float16" else "stored",
-    }
+    head = "int8" if kv_cache == "float16" else "stored"
+    options: dict[str, Any] = {"kv_cache": kv_cache, "head": head}
     expected = None
     for isa in _cpu.supported_isas(for_tests=True):
         for weight_format, tokens in (("i2", 9 * TOKENS), ("b3", TOKENS), ("lookup", TOKENS)):
-            engine = Engine.load(
-                folder, threads=1, cache_tokens=576, isa=isa, weight_format=weight_format, **options
-            )
-            assert engine.isa == isa
-            logits = all_logits(engine, tokens)
+            options |= {"isa": isa, "weight_format": weight_format, "cache_tokens": 576}
+            logits = engine_logits(folder, tokens, **options)
             expected = logits if expected is None else expected
-            np.testing.assert_array_equal(
-                logits, expected[: len(tokens)], f"{isa}, {weight_format}"
-            )
-            engine.close()
+            np.testing.assert_array_equal(logits, expected[: len(tokens)], f"{isa} {weight_format}")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bitnet"])
@@ -124,36 +113,23 @@ def test_variants_of_a_family_equal_transformers(
     assert_close(engine_logits(folder, TOKENS), reference_logits(folder, TOKENS))
 
 
-@pytest.mark.parametrize("format", ["ternary-8:8", "ternary-2:4", "ternary-2:8"])
+@pytest.mark.parametrize(
+    "format",
+    ["ternary-8:8", "ternary-2:4", "ternary-2:8"]
+    + [f"ternary-{pattern},quantizer=binary" for pattern in ("3:4", "8:8")],
+)
 def test_every_packed_format_gives_the_same_bits(tmp_path: Path, format: str) -> None:
-    all_formats = []
-    for packed_format in ("i2", "b3", "nm-enum"):
-        folder = make_packed(
-            tmp_path / packed_format,
-            format=format,
-            packed_format=packed_format,
-            num_hidden_layers=1,
-        )
-        for weight_format in ("i2", "b3", "lookup"):
-            all_formats.append(engine_logits(folder, TOKENS, weight_format=weight_format))
-        if packed_format.startswith("nm-e"):
-            expected = reference_logits(folder, TOKENS)
-    assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
-    assert_close(all_formats[0], expected)
-
-
-@pytest.mark.parametrize("pattern", ["3:4", "8:8"])
-def test_binary_weights_compute_the_same_in_every_format(tmp_path: Path, pattern: str) -> None:
-    """nm-sign, which auto takes for them, is run from codes that know of no fewer non-zeros."""
-    format = f"ternary-{pattern},quantizer=binary"
-    all_formats = []
-    for packed_format in ("i2", "nm-sign"):
-        folder = make_packed(tmp_path / packed_format, format=format, packed_format=packed_format)
+    """nm-sign, which auto takes for binary weights, is run from codes that know of no fewer non-zeros."""
+    all_formats, in_files = [], "nm-sign" if "binary" in format else "nm-enum"
+    for packed_format in ("i2", "b3", in_files):
+        folder = tmp_path / packed_format
+        options: dict[str, Any] = {"packed_format": packed_format, "num_hidden_layers": 1}
+        folder = make_packed(folder, format=format, **options)
         for weight_format in ("i2", "b3", "lookup", "auto"):
             all_formats.append(engine_logits(folder, TOKENS, weight_format=weight_format))
     assert all(np.array_equal(all_formats[0], logits) for logits in all_formats)
     assert_close(all_formats[0], reference_logits(folder, TOKENS))
-    with pytest.raises(UserError, match=r"nm-sign.* exists only in files: choose one of i2"):
+    with pytest.raises(UserError, match=f"{in_files}.* exists only in files: choose one of i2"):
         Engine.load(folder, weight_format="stored", threads=1)
 
 
@@ -177,16 +153,13 @@ def test_stored_rows_of_whole_cache_lines_are_multiplied_in_the_mapped_file(tmp_
         Engine.load(folder, weight_format="stored", threads=1)
 
 
-def test_formats_that_do_not_support_a_pattern_are_refused(tmp_path: Path) -> None:
-    folder = make_packed(
-        tmp_path, format="ternary-3:5", packed_format="nm-enum", hidden_size=60, intermediate_size=85,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
+def test_rows_of_groups_of_5_run_in_every_format(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 60, "intermediate_size": 85, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1}
+    folder = make_packed(tmp_path, format="ternary-3:5", packed_format="nm-enum", **sizes)
     expected = reference_logits(folder, TOKENS)
     for weight_format in ("auto", "i2", "b3", "lookup"):
         assert_close(engine_logits(folder, TOKENS, weight_format=weight_format), expected)
-    with pytest.raises(UserError, match=r"nm-enum.* exists only in files"):
-        Engine.load(folder, weight_format="stored", threads=1)
     with pytest.raises(UserError, match="int4 needs a hidden size in groups of 64"):
         Engine.load(folder, head="int4", threads=1)
 
@@ -208,7 +181,9 @@ def test_greedy_continuation_is_that_of_transformers(qwen: Path) -> None:
 
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("embeddings", ["float32", "bf16", "int8"])
-def test_heads_are_close(tmp_path: Path, embeddings: str, ties: bool) -> None:
+def test_rounded_heads_are_close_to_transformers(
+    tmp_path: Path, embeddings: str, ties: bool
+) -> None:
     folder = make_packed(tmp_path, embeddings=embeddings, tie_word_embeddings=ties)
     expected = reference_logits(folder, TOKENS)
     stored = {"bf16": "bfloat16"}.get(embeddings, embeddings)
@@ -225,15 +200,12 @@ def test_heads_are_close(tmp_path: Path, embeddings: str, ties: bool) -> None:
 
 def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Path) -> None:
     write_random_model(tmp_path / "model", "qwen2.5-0.3m", NMPattern(8, 8), scale_group=32)
-    logits = {}
-    for activations in ("auto", "token", "group"):
-        engine = Engine.load(tmp_path / "model", activations=activations, **EXACT)
-        assert engine.weight_format == "i2"
-        logits[activations] = all_logits(engine, TOKENS)
-        engine.close()
-    assert np.array_equal(logits["auto"], logits["group"])
-    difference = relative_error(logits["token"], logits["group"])
-    assert 0 < difference < 0.1
+    auto, by_token, by_group = (
+        engine_logits(tmp_path / "model", TOKENS, activations=activations)
+        for activations in ("auto", "token", "group")
+    )
+    assert np.array_equal(auto, by_group)
+    assert 0 < relative_error(by_token, by_group) < 0.1
     with pytest.raises(UserError, match=r"--activations group needs .*; use token"):
         Engine.load(qwen, activations="group")
     with pytest.raises(UserError, match="lookup needs scale groups of 64 or more, or none: use i2"):
@@ -383,7 +355,9 @@ def test_misuse_and_full_caches_raise(qwen: Path) -> None:
         ({"isa": "sse9"}, "sse9"),
     ],
 )
-def test_options_are_checked(qwen: Path, options: dict[str, object], message: str) -> None:
+def test_options_outside_their_range_are_named(
+    qwen: Path, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         Engine.load(qwen, **options)
 
@@ -428,17 +402,13 @@ def test_threads_take_turns_and_closing_waits_for_them(qwen: Path) -> None:
         engine.forward([(sequences[0], [1])])
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
 def test_the_child_of_a_fork_is_refused(qwen: Path) -> None:
     engine = Engine.load(qwen, threads=2)
     sequence = engine.new_sequence()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        try:
+
+    def check() -> None:
+        with pytest.raises(RuntimeError, match="load it after the fork"):
             engine.forward([(sequence, [1])])
-        except RuntimeError as error:
-            os._exit(0 if "load it after the fork" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    run_in_fork(check)
     engine.forward([(sequence, [1])])

@@ -4,7 +4,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from factories import edit_json
-from packed_models import make_packed
+from factories import edit_json, edit_quantization
+from packed_models import edit_packed, make_packed
 from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.packing.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from sparse_bitnet.packing.tensor_file import TensorFile
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine
 
 LAYER, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.0.self_attn"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +39,6 @@ def packed(tmp_path: Path, original: Path) -> Path:
 
 def load(folder: Path) -> None:
     Engine.load(folder, threads=1, weight_format="i2").close()
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **stated: str) -> None:
-    """The tensors after `change`, in a file whose checksums are right and that states this besides."""
-    path = folder / "model.safetensors"
-    file = TensorFile(path)
-    tensors = {name: file.tensor(name).clone() for name in file.entries}
-    change(tensors)
-    metadata = {key: value for key, value in file.metadata.items() if key != "crc32"} | stated
-    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    path.unlink()
-    with TensorFileWriter(path, specs, metadata) as writer:
-        for name, value in tensors.items():
-            writer.write(name, [value])
 
 
 SLIDING, ANY = {"layer_types": ["sliding_attention"] * 2}, {"layer_types": ...}
@@ -83,18 +69,13 @@ SLIDES = {"use_sliding_window": True}
         ({"model_type": ["qwen2"]}, r"not \['qwen2'\]; use --engine"),
         ({"hidden_act": {}}, r"not support activation {}; use --engine transformers"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a positive number"),
-        ({"hidden_size": 2**31 - 1}, "hidden_size is above 131,072"),
-        ({"head_dim": 2**30}, "head_dim is above 1,024"),
         ({"head_dim": 1026}, "head_dim is above 1,024"),
         ({"hidden_size": 2**17 + 8}, "hidden_size is above 131,072"),
         ({"max_position_embeddings": 2**24 + 1}, "max_position_embeddings is above 16,777,216"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000+, not a positive number"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e[+]300, not a positive number"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta is 10+"),
         ({"mlp_bias": True}, "not support biases in the feed-forward part"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is None"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta is -1"),
         ({"hidden_size": ...}, "hidden_size is None"),
         ({"hidden_size": 128}, r"q_proj\.weight_packed is uint8 \[64, 16\], the model needs"),
         ({"num_hidden_layers": 3, **ANY}, r"tensor model\.layers\.2\.\S+ is missing"),
@@ -216,12 +197,8 @@ def test_any_config_is_read_or_refused_in_one_line(original: Path, data: st.Data
 def test_folders_that_are_not_packed_are_refused(tmp_path: Path, original: Path) -> None:
     with pytest.raises(UserError, match=r"pack it first: sparse-bitnet pack \S+ OUT"):
         load(original.parent / "trained")
-    with pytest.raises(
-        UserError, match="neither a run folder with a checkpoint nor a model folder"
-    ):
+    with pytest.raises(UserError, match="neither a run folder with a checkpoint nor a model"):
         load(original.parent)
-    with pytest.raises(UserError, match="no such checkpoint: no folder or file"):
-        load(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not readable as JSON"):
         load(tmp_path)
@@ -244,24 +221,25 @@ def test_every_damaged_tensor_is_named(packed: Path) -> None:
 
 def test_tensors_that_contradict_the_config_are_named(packed: Path, original: Path) -> None:
     scale, packed_name = f"{LAYER}.weight_scale", f"{LAYER}.weight_packed"
-
-    def invalid(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[packed_name][0, 0] = 255
-
-    for change, message in (
-        (lambda tensors: tensors.pop(packed_name), f"tensor {packed_name} is missing"),
-        (lambda tensors: tensors.pop("model.norm.weight"), "norm.weight is missing"),
-        (lambda tensors: tensors.update(more=torch.zeros(1)), "tensor more is not part"),
-        (lambda tensors: tensors[scale].fill_(0), f"tensor {scale} has 0.0, but scales are"),
-        (lambda tensors: tensors[scale].fill_(float("nan")), "not finite"),
-        (lambda tensors: tensors["model.norm.weight"].fill_(float("inf")), "not finite"),
-        (lambda tensors: tensors["model.embed_tokens.weight"].fill_(float("nan")), "not finite"),
-        (lambda of: of.update({scale: torch.zeros(2)}), r"float32 \[2\], not scales for a matrix"),
-        (lambda tensors: tensors.update({scale: tensors[scale].half()}), "float16"),
-        (invalid, f"tensor {packed_name} is damaged or not i2: a two-bit field holds 3"),
+    first = torch.tensor([[0]])
+    for name, change, message in (
+        (packed_name, None, f"tensor {packed_name} is missing"),
+        ("model.norm.weight", None, "norm.weight is missing"),
+        ("more", torch.zeros(1), "tensor more is not part"),
+        (scale, torch.zeros_like, f"tensor {scale} has 0.0, but scales are"),
+        (scale, lambda values: values * torch.nan, "not finite"),
+        ("model.norm.weight", lambda values: values + torch.inf, "not finite"),
+        (EMBEDDING, lambda values: values * torch.nan, "not finite"),
+        (scale, torch.zeros(2), r"float32 \[2\], not scales for a matrix"),
+        (scale, torch.Tensor.half, "float16"),
+        (
+            packed_name,
+            lambda values: values.scatter(0, first, 255),
+            f"tensor {packed_name} is damaged or not i2: a two-bit field holds 3",
+        ),
     ):
         shutil.copyfile(original / "model.safetensors", packed / "model.safetensors")
-        rewrite(packed, change)
+        edit_packed(packed, {name: change})
         with pytest.raises(UserError, match=message):
             load(packed)
 
@@ -272,7 +250,10 @@ def test_a_table_that_stays_as_it_is_has_finite_values(
     tmp_path: Path, embeddings: str, value: float
 ) -> None:
     folder = make_packed(tmp_path, embeddings=embeddings, tie_word_embeddings=False)
-    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][-1, -1:].fill_(value))
+    last = torch.tensor([-1])
+    edit_packed(
+        folder, {EMBEDDING: lambda rows: rows.index_put((last, last), rows.new_tensor(value))}
+    )
     with pytest.raises(UserError, match=r"embed_tokens\.weight .*not finite"):
         load(folder)
 
@@ -280,35 +261,31 @@ def test_a_table_that_stays_as_it_is_has_finite_values(
 def test_a_ternary_table_has_whole_groups(tmp_path: Path) -> None:
     folder = make_packed(tmp_path, hidden_size=40, intermediate_size=48, embeddings="bf16")
 
-    def ternary(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.embed_tokens.weight"] = torch.full((96, 16), 0b01010101, dtype=torch.uint8)
-        tensors["model.embed_tokens.weight_scale"] = torch.ones(96, 1)
-
-    config = json.loads((folder / "config.json").read_text())
-    entry = config["quantization_config"] | {"embeddings": "ternary"}
-    rewrite(folder, ternary, embeddings="ternary")
-    edit_json(folder / "config.json", quantization_config=entry)
+    codes = torch.full((96, 16), 0b01010101, dtype=torch.uint8)
+    tables = {EMBEDDING: codes, f"{EMBEDDING}_scale": torch.ones(96, 1)}
+    edit_packed(folder, tables, embeddings="ternary")
+    edit_quantization(folder, embeddings="ternary")
     with pytest.raises(
         UserError, match=r"weight_scale is float32 \[96, 1\], the model needs .* \[96, 2\]"
     ):
         load(folder)
 
 
-def test_floats_of_other_types_are_accepted(packed: Path, original: Path) -> None:
-    def narrow(tensors: dict[str, torch.Tensor]) -> None:
-        for name, value in tensors.items():
-            if value.dtype == torch.float32 and not name.endswith("_scale"):
-                tensors[name] = value.bfloat16()
-
-    rewrite(packed, narrow)
+def test_floats_of_other_types_are_accepted(packed: Path) -> None:
+    entries = TensorFile(packed / "model.safetensors").entries.items()
+    floats = [n for n, entry in entries if entry.dtype == "F32" and not n.endswith("_scale")]
+    edit_packed(packed, dict.fromkeys(floats, torch.Tensor.bfloat16))
     assert TensorFile(packed / "model.safetensors").entries["model.norm.weight"].dtype == "BF16"
     load(packed)
 
 
 def test_keys_with_outliers_stay_in_float16(packed: Path) -> None:
+    def with_outlier(bias: torch.Tensor) -> torch.Tensor:
+        return bias.index_fill(0, torch.tensor([1]), -90.0)
+
     for name, kv_cache in (("", "int8"), ("q_proj.bias", "int8"), ("k_proj.bias", "float16")):
         if name:
-            rewrite(packed, lambda tensors, n=name: tensors[f"{ATTENTION}.{n}"][1:2].fill_(-90.0))
+            edit_packed(packed, {f"{ATTENTION}.{name}": with_outlier})
         engine = Engine.load(packed, threads=1, weight_format="i2")
         assert engine.kv_cache == kv_cache
         engine.close()
@@ -320,7 +297,4 @@ def test_unsupported_models_name_the_transformers_engine(tmp_path: Path) -> None
         load(folder)
     folder = make_packed(tmp_path / "b", dense="mlp.up_proj")
     with pytest.raises(UserError, match=r"up_proj.* is not ternary, .* --engine transformers"):
-        load(folder)
-    folder = make_packed(tmp_path / "c", "gpt_neox")
-    with pytest.raises(UserError, match="not 'gpt_neox'; use --engine transformers"):
         load(folder)

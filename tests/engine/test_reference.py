@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from factories import tiny_model
+from factories import logits_of, tiny_model
 from sparse_bitnet.engine.protocol import CacheFull, ContextFull
 from sparse_bitnet.engine.transformers_engine import TransformersEngine
 from sparse_bitnet.errors import UserError
@@ -27,18 +27,12 @@ def engine(model):
     engine.close()
 
 
-def whole(model, tokens):
-    """float32 [tokens, vocab_size] of one forward without cache."""
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].numpy()
-
-
 def close(a, b):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_all_logits_end_with_the_last_ones(model, engine):
-    expected = whole(model, TOKENS)
+    expected = logits_of(model, TOKENS)
     sequence = engine.new_sequence()
     assert engine.forward([(sequence, TOKENS[:4])], "none") == []
     (last,) = engine.forward([(sequence, TOKENS[4:6])])
@@ -66,7 +60,7 @@ def test_an_interrupted_forward_is_undone(model, engine):
     hook.remove()
     assert first.tokens == second.tokens == TOKENS[:4]
     for rows in engine.forward([(first, TOKENS[4:]), (second.fork(), TOKENS[4:])], "all"):
-        close(rows, whole(model, TOKENS)[4:])
+        close(rows, logits_of(model, TOKENS)[4:])
 
 
 def test_hidden_states_come_after_the_final_norm(model, engine):
@@ -87,11 +81,11 @@ def test_forks_and_truncation_start_from_what_they_share(model, engine):
     batch = [(first, [7]), (branch, [9, 10]), (copy, [11]), (empty, TOKENS)]
     tokens = [[*TOKENS[:8], 7], [*TOKENS[:5], 9, 10], [*TOKENS, 11], TOKENS]
     for logits, expected in zip(engine.forward(batch), tokens, strict=True):
-        close(logits, whole(model, expected)[-1])
+        close(logits, logits_of(model, expected)[-1])
     assert [sequence.tokens for sequence, _ in batch] == tokens
     first.truncate(0)
     (logits,) = engine.forward([(first, TOKENS[:3])])
-    close(logits, whole(model, TOKENS[:3])[-1])
+    close(logits, logits_of(model, TOKENS[:3])[-1])
 
 
 def test_limits_are_checked_before_anything_changes(model):
@@ -148,4 +142,4 @@ def test_models_with_a_recurrent_state_compute_all_again():
     engine.forward([(sequence, TOKENS[:6])], "none")
     fork = sequence.fork(4)
     (every,) = engine.forward([(fork, [7, 8])], "all")
-    close(every, whole(model, [*TOKENS[:4], 7, 8])[4:])
+    close(every, logits_of(model, [*TOKENS[:4], 7, 8])[4:])

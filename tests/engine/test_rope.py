@@ -16,6 +16,7 @@ from sparse_bitnet.checkpoint.config_fields import LINEAR_SIZES, rope_of, text_c
 from sparse_bitnet.engine.architecture import MODEL_TYPES, read_rope
 from sparse_bitnet.errors import UserError
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
@@ -25,13 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 3.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
+        {**LLAMA3, "original_max_position_embeddings": 512},
         YARN,
         {**YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0},
         {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
@@ -65,9 +60,6 @@ def test_frequencies_of_hunyuan_are_those_of_transformers() -> None:
     torch.testing.assert_close(
         torch.from_numpy(rope.inverse_frequencies), expected, rtol=3e-7, atol=0
     )
-    plain = config.to_dict() | {"model_type": "llama"}
-    with pytest.raises(UserError, match="'dynamic'; use --engine transformers"):
-        read_rope(plain, config.head_dim, "test")
 
 
 def old_form(config: dict[str, Any]) -> dict[str, Any]:
@@ -76,9 +68,6 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     theta = fields.pop("rope_theta")
     fields["type"] = fields.pop("rope_type")
     return {**config, "rope_theta": theta, "rope_scaling": fields}
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,9 +102,14 @@ def test_rope_fields_are_read_as_transformers_reads_them(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'; use --engine transformers"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 2.0}},
+            "'dynamic'; use --engine transformers",
+        ),
         ({"rope_theta": None}, "rope_theta is None"),
         ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is None"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_theta": 10**400}, "rope_theta is 1000+"),
         ({"rope_theta": 1e-300}, "rope_theta is 1e-300, not a positive|not finite"),
