@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated text: transformers' own, the same in any batch, streamed, bounded, and reusing prefixes."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -107,15 +106,6 @@ def test_end_tokens_and_stop_strings_end_a_text(engine, tokenizer):
     assert text.text == whole.text[: whole.text.index(stop)]
 
 
-def test_long_prompts_are_computed_in_pieces(model, tokenizer):
-    engine = Counting(model)
-    prompt = np.random.default_rng(0).integers(1, 270, 480).tolist()
-    texts = run_together(engine, [prompt[200::-1][:200], prompt], tokenizer)
-    assert engine.computed[0] == [200, 312]
-    assert [len(tokens) for tokens in texts] == [12, 12]
-    engine.close()
-
-
 def test_ctrl_c_leaves_the_sequences_of_earlier_calls(engine, tokenizer):
     prefixes, seen = PrefixCache(), []
     run(engine, PROMPTS[2], tokenizer, prefixes=prefixes)
@@ -147,24 +137,20 @@ def test_a_small_cache_serves_many_prompts_one_after_the_other(model, tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "error", "words"),
+    ("prompt", "options", "error", "words"),
     [
-        ([], 1, UserError, "prompt is empty"),
-        ([270], 1, UserError, "token 270 is outside the model's vocabulary of 270"),
-        ([-1, 5], 1, UserError, "token -1 is outside the model's vocabulary of 270"),
-        ([1] * 512, 1, ContextFull, "the context has room for 512: request"),
-        ([1] * 500, 13, ContextFull, "request fewer, or shorten"),
+        ([], {}, UserError, "prompt is empty"),
+        ([270], {}, UserError, "token 270 is outside the model's vocabulary of 270"),
+        ([-1, 5], {}, UserError, "token -1 is outside the model's vocabulary of 270"),
+        ([1] * 512, {"max_tokens": 1}, ContextFull, "the context has room for 512: request"),
+        ([1] * 500, {"max_tokens": 13}, ContextFull, "request fewer, or shorten"),
+        ([1], {"max_tokens": 0}, UserError, "max_tokens=0"),
+        ([1], {"stop": ("",)}, UserError, "stop string is empty"),
     ],
 )
-def test_invalid_requests_are_refused_before_any_work(engine, tokenizer, prompt, new, error, words):
+def test_invalid_requests_are_refused_before_any_work(
+    engine, tokenizer, prompt, options, error, words
+):
     with pytest.raises(error, match=words):
-        run(engine, prompt, tokenizer, max_tokens=new)
-    assert engine.computed == []
-
-
-def test_options_are_checked(engine, tokenizer):
-    with pytest.raises(UserError, match="max_tokens=0"):
-        run(engine, [1], tokenizer, max_tokens=0)
-    with pytest.raises(UserError, match="stop string is empty"):
-        run(engine, [1], tokenizer, stop=("",))
+        run(engine, prompt, tokenizer, **options)
     assert engine.computed == []

@@ -9,9 +9,8 @@ import time
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from serving_thread import END, byte_tokenizer
+from serving_thread import END, byte_tokenizer, sentence_piece_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import Grammar, GrammarFailed, TokenGrammars
 from sparse_bitnet.generation.request import Generation, GenerationRequest
@@ -146,17 +145,7 @@ def test_special_tokens_are_not_grammar_text(grammars):
 
 
 def test_grammars_fit_vocabularies_with_spaces_before_words():
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁{", "{"]
-    tokenizer = Tokenizer(
-        models.BPE({piece: place for place, piece in enumerate(pieces)}, [("▁", "{")])
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
-    spaced = TextTokenizer(tokenizer)
+    spaced = TextTokenizer(sentence_piece_tokenizer("{", ["▁ {"], adds_space=True))
     grammars = TokenGrammars(spaced, VOCAB, frozenset({2}))
     properties = {"number": {"type": "integer"}}
     schema = STRICT | {"properties": properties, "required": ["number"]}

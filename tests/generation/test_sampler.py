@@ -149,28 +149,18 @@ def test_draws_depend_on_seed_and_place_only():
     ]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"temperature": -1},
-        {"temperature": 100.1},
-        {"frequency_penalty": -2.1},
-        {"temperature": float("nan")},
-        {"top_p": float("nan")},
-        {"top_k": -1},
-        {"top_p": 1.1},
-        {"min_p": -0.1},
-        {"repetition_penalty": 0},
-        {"repetition_penalty": 1e-300},
-        {"repetition_penalty": 1e300},
-        {"repetition_penalty": float("inf")},
-        {"seed": -1},
-        {"seed": 2**64},
-    ],
-)
-def test_options_outside_their_range_are_named(changes):
-    with pytest.raises(UserError, match=f"^{next(iter(changes))}=.*must be"):
-        SamplingOptions(**changes)
+OUTSIDE = {
+    "temperature": [-1, 100.1, np.nan],
+    "repetition_penalty": [0, 1e-300, 1e300, np.inf],
+    **{"frequency_penalty": [-2.1], "top_p": [np.nan, 1.1], "top_k": [-1], "min_p": [-0.1]},
+    "seed": [-1, 2**64],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, each in OUTSIDE.items() for v in each])
+def test_options_outside_their_range_are_named(name, value):
+    with pytest.raises(UserError, match=f"^{name}=.*must be"):
+        SamplingOptions(**{name: value})
 
 
 @pytest.mark.parametrize("others", [0.0, -np.inf])

@@ -8,8 +8,9 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
+from serving_thread import sentence_piece_tokenizer
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
@@ -32,29 +33,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(path)
     return path
-
-
-def byte_token_tokenizer():
-    """SentencePiece's kind: ▁ for spaces, <0x..> for bytes."""
-    pieces = ["<unk>", "▁", "a", "b", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {piece: place for place, piece in enumerate(pieces)},
-            [("▁", "a")],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return TextTokenizer(tokenizer)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -97,8 +75,8 @@ def test_bytes_that_are_no_character_are_shown_as_such(folder):
     assert stream.flush() == "\ufffd"
 
 
-def test_byte_tokens_of_sentencepiece_become_characters(folder):
-    tokenizer = byte_token_tokenizer()
+def test_byte_tokens_of_sentencepiece_become_characters():
+    tokenizer = TextTokenizer(sentence_piece_tokenizer("ab", ["▁ a"], adds_space=True))
     tokens = tokenizer.encode("a 中b")
     assert tokenizer.decode(tokens) == "a 中b"
     whole = TextStream(tokenizer)
