@@ -2,6 +2,7 @@
 """Features for operators: request ids, logs, CORS, token counts, clients that stop reading."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 from test_tools import QWEN
@@ -66,9 +67,7 @@ def test_other_origins_are_allowed_by_name():
 
 
 def test_a_defect_is_an_error_object_that_is_counted_and_logged(monkeypatch, caplog):
-    def fails(*given):
-        raise RuntimeError("secret")
-
+    fails = Mock(side_effect=RuntimeError("secret"))
     monkeypatch.setattr("sparse_bitnet.serve.answer.parse_body", fails)
     with server(engine(), cors_origins=(ORIGIN,)) as running, running.http() as http:
         for _ in range(2):  # over one connection

@@ -7,17 +7,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 from test_structured_output import SCHEMA, ending_soon
-from test_tools import ARGUMENTS, CALL, QWEN, TOKENIZER, WEATHER, saying, tagged
+from test_tools import ARGUMENTS, CALL, QWEN, TOKENIZER, WEATHER, saying, serving, tagged
 
 from scripted_engine import ScriptedEngine
 from serving_thread import server
 
 TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
-
-
-def serving(logits, template=QWEN):
-    engine = ScriptedEngine(vocab_size=300, context_length=4096, logits=logits)
-    return server(engine, template=template)
 
 
 def ask(client, **more):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections over real sockets: which hosts and origins may connect, and for how long."""
 
-import socket
 from contextlib import suppress
 
 import httpx
@@ -93,16 +92,11 @@ def test_a_page_that_rebinds_its_name_reaches_nothing():
         assert 'http_responses_total{path="/health",status="403"} 2.0' in http.get("/metrics").text
 
 
-def connect(url):
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=120)
-
-
 def test_half_requests_do_not_block_whole_ones(monkeypatch):
     """With room for thirty connections, 130 that send half a request, and then whole ones."""
     monkeypatch.setattr(http_server, "_MOST_CONNECTIONS", 30)
     with server(ScriptedEngine(vocab_size=VOCAB)) as running, running.http() as http:
-        halves = [connect(running.url) for _ in range(130)]
+        halves = [running.connect() for _ in range(130)]
         for number, connection in enumerate(halves):
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             body = b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
@@ -116,7 +110,7 @@ def test_half_requests_do_not_block_whole_ones(monkeypatch):
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            halves += [connect(running.url) for _ in range(60)]
+            halves += [running.connect() for _ in range(60)]
             assert [*lines][-2] == "data: [DONE]"
         for connection in halves:
             connection.close()

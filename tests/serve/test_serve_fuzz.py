@@ -192,8 +192,7 @@ def test_hostile_bodies_are_error_objects(served, body):
 )
 def test_broken_http_does_not_stop_the_server(served, sent):
     running, http = served
-    host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=120) as connection:
+    with running.connect() as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.makefile("rb").read()

@@ -94,10 +94,9 @@ def test_client_that_leaves_ends_its_generation(kind, monkeypatch):
             assert 'requests_total{outcome="cancelled"} ' in http.get("/metrics").text
 
 
-def raw_request(url, head, body=b"", read=True):
+def raw_request(running, head, body=b"", read=True):
     """Send raw bytes; return the status of the answer."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=120) as connection:
+    with running.connect() as connection:
         connection.sendall(head.replace(b"\n", b"\r\n") + b"\r\n\r\n" + body)
         if not read:
             return None
@@ -108,17 +107,17 @@ def test_bodies_above_the_limit_are_refused_while_reading():
     engine = ScriptedEngine(vocab_size=VOCAB)
     with server(engine, max_body_bytes=1000) as running, running.http() as http:
         head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
-        assert raw_request(running.url, head + b"Content-Length: 1001", b" " * 1001) == 413
+        assert raw_request(running, head + b"Content-Length: 1001", b" " * 1001) == 413
         # Chunks that never end: refused when the limit is passed, not when they stop.
         chunks = head + b"Transfer-Encoding: chunked"
-        assert raw_request(running.url, chunks, (b"190\r\n" + b" " * 400 + b"\r\n") * 3) == 413
+        assert raw_request(running, chunks, (b"190\r\n" + b" " * 400 + b"\r\n") * 3) == 413
         answer = http.post("/v1/completions", json={"prompt": "x" * 2000})
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
         fits = {"model": "scripted", "prompt": "x" * 900, "max_tokens": 1}
         assert http.post("/v1/completions", json=fits).status_code == 200
         # A client that leaves in the middle of its body.
-        raw_request(running.url, head + b"Content-Length: 900", b"{", read=False)
+        raw_request(running, head + b"Content-Length: 900", b"{", read=False)
         assert http.post("/v1/completions", content=b"{}").status_code == 415
         assert http.get("/health").status_code == 200
 
@@ -127,7 +126,7 @@ def test_body_that_does_not_arrive_is_given_up(monkeypatch):
     monkeypatch.setattr("sparse_bitnet.serve.app._BODY_SECONDS", 0.2)
     with server(ScriptedEngine(vocab_size=VOCAB)) as running:
         head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
-        assert raw_request(running.url, head + b"Content-Length: 9", b"{") == 408
+        assert raw_request(running, head + b"Content-Length: 9", b"{") == 408
 
 
 def test_failed_generation_is_an_error_for_its_client_alone():
@@ -176,15 +175,11 @@ def child(grace):
     """A process that serves."""
     command = [sys.executable, "-c", SCRIPT, str(HERE), str(grace)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
-    try:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(("signals", "grace"), [([signal.SIGTERM], 0), ([signal.SIGINT] * 2, 60)])
