@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench gpu` rehearsed on the CPU: the steps run, resume, and say why they failed."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -81,10 +83,7 @@ def test_training_uses_the_largest_batch_that_fits_all_variants(options, monkeyp
 
 
 def test_a_step_that_fails_is_named_and_ends_with_code_1(tmp_path, monkeypatch, capsys):
-    def broken(*arguments):
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(gpu, "measure", broken)
+    monkeypatch.setattr(gpu, "measure", Mock(side_effect=RuntimeError("no driver")))
     with pytest.raises(SystemExit, match="1"):
         main(["gpu", "--rehearse", "--out", str(tmp_path)])
     assert "decode 2:4: no driver" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def reference(model, tokens, context):
 
 
 @pytest.mark.parametrize("context", [32, 7, 500])
-def test_equals_a_plain_float64_computation(model, tokens, context):
+def test_perplexity_equals_a_plain_float64_computation(model, tokens, context):
     expected, count = reference(model, tokens, context)
     measured = perplexity(model, tokens, context_length=context, batch_size=3)
     assert measured.tokens == count == len(tokens) - 1
@@ -68,20 +68,20 @@ def test_equals_a_plain_float64_computation(model, tokens, context):
     assert measured.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
 
 
-def test_leaves_the_model_as_it_was(model, tokens):
+def test_perplexity_leaves_the_model_as_it_was(model, tokens):
     model.train()
     perplexity(model, tokens, context_length=64)
     assert model.training
     assert not any(layer.is_selected for layer in sparse_layers(model).values())
 
 
-def test_bfloat16_is_close(model, tokens):
+def test_perplexity_in_bfloat16_is_close(model, tokens):
     exact = perplexity(model, tokens, context_length=64).mean_nll
     rounded = perplexity(model, tokens, context_length=64, dtype=torch.bfloat16).mean_nll
     assert rounded == pytest.approx(exact, rel=2e-2)
 
 
-def test_equals_the_trainers_validation(model, prepared):
+def test_perplexity_equals_the_trainers_validation(model, prepared):
     config = TrainConfig(data=str(prepared), sequence_length=32, batch_size=4, validation_tokens=0)
     where = {"device": torch.device("cpu"), "dtype": torch.float32}
     loss, scored = validation_loss(SummedLoss(model), config, held_out_windows(config), **where)
