@@ -4,6 +4,7 @@
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -17,59 +18,51 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours may catch it."""
 
 
-def fail_with(error: BaseException):
-    def fail(*arguments: object, **options: object) -> None:
-        raise error
-
-    return fail
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class TestWriteAtomic:
-    @pytest.mark.parametrize("data", [b"\x00\xff", "grüße\n"])
-    def test_writes_bytes_or_text_and_replaces(self, tmp_path: Path, data: bytes | str) -> None:
+    @pytest.fixture
+    def old(self, tmp_path: Path) -> Path:
         path = tmp_path / "file"
         path.write_text("old")
-        write_atomic(path, data)
-        assert path.read_bytes() == (data if isinstance(data, bytes) else data.encode())
-        assert os.listdir(tmp_path) == ["file"]
+        return path
+
+    @pytest.mark.parametrize("data", [b"\x00\xff", "grüße\n"])
+    def test_writes_bytes_or_text_and_replaces(self, old: Path, data: bytes | str) -> None:
+        write_atomic(old, data)
+        assert old.read_bytes() == (data if isinstance(data, bytes) else data.encode())
+        assert os.listdir(old.parent) == ["file"]
 
     @pytest.mark.parametrize("call", ["fsync", "replace"])
     def test_full_disk_is_one_line_and_keeps_the_old(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+        self, old: Path, monkeypatch: pytest.MonkeyPatch, call: str
     ) -> None:
-        path = tmp_path / "file"
-        path.write_text("old")
-        monkeypatch.setattr(os, call, fail_with(FULL))
+        monkeypatch.setattr(os, call, Mock(side_effect=FULL))
         with pytest.raises(UserError, match=r"cannot write .*file: No space left on device"):
-            write_atomic(path, "new")
-        assert path.read_text() == "old"
-        assert os.listdir(tmp_path) == ["file"]
+            write_atomic(old, "new")
+        assert old.read_text() == "old"
+        assert os.listdir(old.parent) == ["file"]
 
     def test_killed_half_way_keeps_the_old(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, old: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        path = tmp_path / "file"
-        path.write_text("old")
-        monkeypatch.setattr(os, "replace", fail_with(Killed()))
+        monkeypatch.setattr(os, "replace", Mock(side_effect=Killed))
         with pytest.raises(Killed):
-            write_atomic(path, "new")
-        assert path.read_text() == "old"
+            write_atomic(old, "new")
+        assert old.read_text() == "old"
         monkeypatch.undo()
-        remove_leftovers(tmp_path)
-        assert os.listdir(tmp_path) == ["file"]
+        remove_leftovers(old.parent)
+        assert os.listdir(old.parent) == ["file"]
 
     @pytest.mark.parametrize("name", ["file/x", "a" * 250, "."])
     def test_an_impossible_file_name_is_one_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+        self, old: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
-        (tmp_path / "file").write_text("old")
-        monkeypatch.chdir(tmp_path)
+        monkeypatch.chdir(old.parent)
         with pytest.raises(UserError, match="cannot write"):
             write_atomic(name, "new")
-        assert os.listdir(tmp_path) == ["file"]
+        assert os.listdir(old.parent) == ["file"]
 
 
 class TestAtomicFolder:
@@ -156,7 +149,7 @@ class TestAtomicFolder:
             rename(source, target)
 
         monkeypatch.setattr(os, "rename", rename_then_die)
-        monkeypatch.setattr(files.shutil, "rmtree", fail_with(Killed()))
+        monkeypatch.setattr(files.shutil, "rmtree", Mock(side_effect=Killed))
         with pytest.raises(Killed), atomic_folder(old) as folder:
             (folder / "new").write_text("new")
         monkeypatch.undo()

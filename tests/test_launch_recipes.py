@@ -15,6 +15,11 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "launch"
 SCRIPTS = sorted([*FOLDER.glob("*.sh"), *FOLDER.glob("*.sbatch")])
 
 
+def run_script(script: Path, *arguments: str, env: dict[str, str]) -> Any:
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=env)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shell_recipes_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
@@ -22,13 +27,7 @@ def test_shell_recipes_parse(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_missing_folder_is_named(script: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        env={"PATH": "/usr/bin:/bin"},
-    )
+    done = run_script(script, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode != 0
     assert re.search(r"(DATA|HEAD): (folder|address)", done.stderr), done.stderr
 
@@ -45,24 +44,11 @@ def test_a_recipe_reaches_torchrun_as_it_stands(script: Path, tmp_path: Path) ->
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{body}\n")
         path.chmod(0o755)
-    environment = {
-        "PATH": f"{commands}:/usr/bin:/bin",
-        "DATA": "some data",
-        "OUT": "run",
-        "HEAD": "first",
-        "MACHINES": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_JOB_ID": "7",
-    }
-    done = subprocess.run(
-        ["bash", str(script), "--steps", "5"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        env=environment,
-    )
+    environment = {"PATH": f"{commands}:/usr/bin:/bin", "MACHINES": "2"}
+    environment |= {"DATA": "some data", "OUT": "run", "HEAD": "first"}
+    environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    environment |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "7"}
+    done = run_script(script, "--steps", "5", env=environment)
     assert done.returncode == 0, done.stderr
     arguments = done.stdout.splitlines()
     own = arguments[arguments.index("train") + 1 :]

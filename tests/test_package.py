@@ -188,14 +188,8 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_lock_file_has_the_pinned_versions() -> None:
-    pins, locked = (
-        dict(
-            re.findall(
-                r"^([\w.-]+)==([\w.]+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE
-            )
-        )
-        for name in ("constraints.txt", "requirements.lock")
-    )
+    texts = ((ROOT / name).read_text("utf-8") for name in ("constraints.txt", "requirements.lock"))
+    pins, locked = (dict(re.findall(r"(?m)^([\w.-]+)==([\w.]+)", text)) for text in texts)
     built_with = {"nanobind", "scikit-build-core", "mkdocs", "mkdocs-material", "mkdocstrings"}
     built_with |= {"mkdocstrings-python", "ziglang"}
     # Of an extra that development does without.
