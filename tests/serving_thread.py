@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from scripted_engine import logits_after
 from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import TokenGrammars
-from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.app import ServerMetrics, create_app
 from sparse_bitnet.serve.generations import ServedModel
 from sparse_bitnet.serve.http_server import AllowedHosts, HttpServer, listen
+from sparse_bitnet.serve.threaded_scheduler import ThreadedScheduler
 from sparse_bitnet.serve.tool_calls import syntax_of
 
 TEMPLATE = (

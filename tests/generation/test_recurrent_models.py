@@ -19,8 +19,9 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.prefix_cache import PrefixCache
 from sparse_bitnet.generation.request import Generation, GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import Scheduler, ThreadedScheduler
+from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.speculation import Speculation
+from sparse_bitnet.serve.threaded_scheduler import ThreadedScheduler
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet.engine.engine import Engine

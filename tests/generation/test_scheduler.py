@@ -14,8 +14,9 @@ from serving_thread import number_tokenizer
 from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.generation.request import GenerationRequest, score
 from sparse_bitnet.generation.sampling_options import SamplingOptions
-from sparse_bitnet.generation.scheduler import QueueFull, Scheduler, Stopping, ThreadedScheduler
+from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.generation.text import TextTokenizer
+from sparse_bitnet.serve.threaded_scheduler import QueueFull, Stopping, ThreadedScheduler
 
 VOCAB = 300
 LONG = 30.0

@@ -91,10 +91,10 @@ def main(
     from sparse_bitnet.generation.conversation import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model
     from sparse_bitnet.generation.pooling import read_pooling
-    from sparse_bitnet.generation.scheduler import ThreadedScheduler
     from sparse_bitnet.serve.app import ServerMetrics, create_app
     from sparse_bitnet.serve.generations import ServedModel
     from sparse_bitnet.serve.http_server import AllowedHosts, listen, serve
+    from sparse_bitnet.serve.threaded_scheduler import ThreadedScheduler
     from sparse_bitnet.serve.tool_calls import syntax_of
 
     if engine.cache_tokens is None:

@@ -16,7 +16,6 @@ from sparse_bitnet.engine.protocol import ContextFull
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.grammar import GrammarFailed
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
-from sparse_bitnet.generation.scheduler import QueueFull, Stopping, ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import (
     Deliver,
@@ -28,6 +27,7 @@ from sparse_bitnet.serve.generations import (
 from sparse_bitnet.serve.replies import Choice, Reply, vectors_reply
 from sparse_bitnet.serve.responses import ResponsesBody, ResponsesReply
 from sparse_bitnet.serve.schema import Body, EmbeddingsBody, parse_body
+from sparse_bitnet.serve.threaded_scheduler import QueueFull, Stopping, ThreadedScheduler
 
 Result = TypeVar("Result")
 Outputs = asyncio.Queue[tuple[int, Output]]

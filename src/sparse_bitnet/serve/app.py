@@ -31,13 +31,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.request import Generation
-from sparse_bitnet.generation.scheduler import Load, Observer, ThreadedScheduler
+from sparse_bitnet.generation.scheduler import Observer
 from sparse_bitnet.serve.answer import Answering
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.generations import ServedModel, detokenize, tokenize
 from sparse_bitnet.serve.http_server import AllowedHosts
 from sparse_bitnet.serve.responses import ResponsesBody
 from sparse_bitnet.serve.schema import ChatBody, CompletionBody
+from sparse_bitnet.serve.threaded_scheduler import Load, ThreadedScheduler
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "

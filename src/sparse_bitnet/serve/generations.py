@@ -16,7 +16,6 @@ from sparse_bitnet.generation.conversation import ChatTemplate
 from sparse_bitnet.generation.grammar import Grammar, TokenGrammars
 from sparse_bitnet.generation.pooling import Pooling
 from sparse_bitnet.generation.request import Generation, GenerationRequest, Output
-from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.generation.text import TextTokenizer
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.messages import StrictModel
@@ -29,6 +28,7 @@ from sparse_bitnet.serve.schema import (
     parse_body,
     unknown_parameter,
 )
+from sparse_bitnet.serve.threaded_scheduler import ThreadedScheduler
 from sparse_bitnet.serve.tool_calls import THOUGHT, ToolSyntax, ends_in_thought, tool_grammar
 
 _MOST_LOGPROBS = 1 << 21

@@ -18,8 +18,8 @@ from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.scheduler import ThreadedScheduler
 from sparse_bitnet.serve.api_error import ApiError
+from sparse_bitnet.serve.threaded_scheduler import ThreadedScheduler
 
 ANY = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@?#\s]+|null|\*")
