@@ -14,7 +14,7 @@ from recorded import record
 from rich.console import Console
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine.weights import COLUMNS, measure_formats, row_bytes
+from sparse_bitnet.engine.run_time_formats import COLUMNS, measure_formats, row_bytes
 from sparse_bitnet.pattern import NMPattern
 
 PATTERNS = {"8:8": False, "6:8": False, "2:4": False, "2:8": False, "3:4": True}

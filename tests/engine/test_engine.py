@@ -32,7 +32,7 @@ from sparse_bitnet.pattern import NMPattern
 
 pytest.importorskip("sparse_bitnet._cpu")
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine import weights
+from sparse_bitnet.engine import run_time_formats
 from sparse_bitnet.engine.engine import Engine
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 96, 60)]
@@ -43,7 +43,7 @@ EXACT = {"kv_cache": "float32", "head": "stored", "threads": 1}
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep measurements short, and their results out of the user's cache."""
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(weights, "_BYTES", 1 << 20)
+    monkeypatch.setattr(run_time_formats, "_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from sparse_bitnet.pattern import NMPattern
 
 _cpu = pytest.importorskip("sparse_bitnet._cpu")
-from sparse_bitnet.engine import weights  # noqa: E402
+from sparse_bitnet.engine import run_time_formats  # noqa: E402
 
 GENERIC = _cpu.Kernels.choose("generic")
 
@@ -19,7 +19,7 @@ GENERIC = _cpu.Kernels.choose("generic")
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARSE_BITNET_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(weights, "_BYTES", 1 << 20)
+    monkeypatch.setattr(run_time_formats, "_BYTES", 1 << 20)
     return tmp_path / "cache" / "formats.json"
 
 
@@ -32,7 +32,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
         measured.append(pattern)
         return {"i2": 1.0, "b3": 0.9, "lookup": 1.01}
 
-    monkeypatch.setattr(weights, "measure_formats", measure)
+    monkeypatch.setattr(run_time_formats, "measure_formats", measure)
     return measured
 
 
@@ -43,12 +43,14 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[NMPattern]:
 def test_every_supported_format_is_measured(cache: Path, text: str, group: int) -> None:
     pool, pattern = _cpu.ThreadPool(1), NMPattern.parse(text)
     for isa in _cpu.supported_isas():
-        seconds = weights.measure_formats(pattern, pool, _cpu.Kernels.choose(isa), group=group)
+        seconds = run_time_formats.measure_formats(
+            pattern, pool, _cpu.Kernels.choose(isa), group=group
+        )
         assert all(0 < taken < 1 for taken in seconds.values())
         looks_up = isa in ("amx_int8", "avx512vbmi", *(() if group else ("i8mm", "neon")))
         assert ("lookup" in seconds) == (looks_up and text != "5:7" and group != 32)
         assert ("b3" in seconds) == (isa.startswith(("avx", "amx")) and group != 32)
-    assert weights.choose_format(pattern, pool, GENERIC, group=group) == "i2"
+    assert run_time_formats.choose_format(pattern, pool, GENERIC, group=group) == "i2"
     (key,) = json.loads(cache.read_text())
     assert key.endswith(f"| 1:1 | scales per {group}") == (group > 0)
 
@@ -56,14 +58,16 @@ def test_every_supported_format_is_measured(cache: Path, text: str, group: int) 
 def test_the_choice_is_measured_once(cache: Path, measurements: list[NMPattern]) -> None:
     pool = _cpu.ThreadPool(1)
     for _ in range(2):
-        assert weights.choose_format(NMPattern(6, 8), pool, GENERIC) == "lookup"
+        assert run_time_formats.choose_format(NMPattern(6, 8), pool, GENERIC) == "lookup"
     assert len(measurements) == 1
     (key,) = json.loads(cache.read_text())
     assert "generic | 1 threads | 6:8" in key
-    weights.choose_format(NMPattern(2, 8), pool, GENERIC)
-    weights.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), GENERIC)
+    run_time_formats.choose_format(NMPattern(2, 8), pool, GENERIC)
+    run_time_formats.choose_format(NMPattern(6, 8), _cpu.ThreadPool(2), GENERIC)
     assert len(measurements) == 3
-    assert weights.choose_format(NMPattern(6, 8), pool, SimpleNamespace(isa="avx2")) == "b3"
+    assert (
+        run_time_formats.choose_format(NMPattern(6, 8), pool, SimpleNamespace(isa="avx2")) == "b3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,9 @@ def test_a_damaged_cache_costs_a_measurement_and_nothing_else(
         else:
             content(cache)
     for _ in range(2):
-        assert weights.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "lookup"
+        assert (
+            run_time_formats.choose_format(NMPattern(6, 8), _cpu.ThreadPool(1), GENERIC) == "lookup"
+        )
     assert len(measurements) == 1 + (not cache.is_file())
 
 
@@ -90,7 +96,7 @@ def test_a_remembered_format_must_be_one_of_today(
     cache: Path, measurements: list[NMPattern], bad: object
 ) -> None:
     pool = _cpu.ThreadPool(1)
-    weights.choose_format(NMPattern(6, 8), pool, GENERIC)
+    run_time_formats.choose_format(NMPattern(6, 8), pool, GENERIC)
     cache.write_text(json.dumps(dict.fromkeys(json.loads(cache.read_text()), bad)))
-    assert weights.choose_format(NMPattern(6, 8), pool, GENERIC) == "lookup"
+    assert run_time_formats.choose_format(NMPattern(6, 8), pool, GENERIC) == "lookup"
     assert len(measurements) == 2

@@ -12,7 +12,8 @@ from sparse_bitnet.engine.architecture import HUNYUAN, Architecture
 from sparse_bitnet.engine.engine_model import EngineModel, choose_head, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
-from sparse_bitnet.engine.weights import FORMATS, LARGE_GROUPS, Weights, choose_format
+from sparse_bitnet.engine.run_time_formats import FORMATS, LARGE_GROUPS, choose_format
+from sparse_bitnet.engine.weights import Weights
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
