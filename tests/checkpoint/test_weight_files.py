@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_bitnet.checkpoint.model_folder import INDEX_FILE, WeightFiles
+from sparse_bitnet.checkpoint.model_folder import INDEX_FILE
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 
 TENSORS = {

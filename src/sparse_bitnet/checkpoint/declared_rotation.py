@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from sparse_bitnet.checkpoint.config_fields import check_fields, shown
-from sparse_bitnet.checkpoint.model_folder import is_qwen35, read_json, text_model_name
+from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.checkpoint.weight_files import is_qwen35, text_model_name
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.rotation import Rotation
 

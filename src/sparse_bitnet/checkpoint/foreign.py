@@ -23,7 +23,8 @@ from sparse_bitnet.checkpoint.checkpoint import (
 )
 from sparse_bitnet.checkpoint.config_fields import Fields, check_experts, check_fields, shown
 from sparse_bitnet.checkpoint.declared_rotation import MANIFEST, manifest_keys, read_rotation
-from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS, WeightFiles
+from sparse_bitnet.checkpoint.model_folder import EXPORTED_FORMAT, LINEAR_NORMS
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.packing.tensor_file import FLOATS
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales

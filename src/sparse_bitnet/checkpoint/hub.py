@@ -27,11 +27,11 @@ from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     MASTERS_HELD,
     WITHOUT_IMPORT,
-    WeightFiles,
     finish_folder,
 )
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, prepare_model_
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
 from sparse_bitnet.layer_config import REGISTERED

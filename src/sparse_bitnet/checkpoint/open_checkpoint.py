@@ -11,7 +11,6 @@ from sparse_bitnet.checkpoint.declared_rotation import MANIFEST, MLX_KEYS
 from sparse_bitnet.checkpoint.load import open_folder
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
-    WeightFiles,
     check_weights_as_stored,
     gguf_inside,
     is_gguf,
@@ -20,6 +19,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     read_config,
 )
 from sparse_bitnet.checkpoint.saved_steps import consolidated, list_checkpoints
+from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.formats import QUANT_METHOD
 
