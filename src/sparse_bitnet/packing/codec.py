@@ -237,13 +237,8 @@ def _unpack_planes(
     return codes
 
 
-def _pack_bits(bits: Bytes) -> Bytes:
-    """Pack 0 and 1 [rows, bits] into [rows, bytes], the last one filled up with zeros."""
-    return np.packbits(bits, axis=1, bitorder="little")
-
-
 def _unpack_bits(packed: Bytes, count: int) -> Bytes:
-    """Inverse of `_pack_bits`."""
+    """Unpack [rows, bytes] to 0 and 1 [rows, count]; bits behind them are zeros that fill up a byte."""
     bits = np.unpackbits(packed, axis=1, bitorder="little")
     if bits[:, count:].any():
         raise DamagedBytes("the padding of a row is not zero bits")
@@ -287,7 +282,7 @@ def _pack_nm_enum(codes: np.ndarray, pattern: NMPattern) -> Bytes:
             word *= states
             word += groups[:, :, i]
         bits.append(_bits_of_words(word, width).reshape(len(codes), -1))
-    return _pack_bits(np.concatenate(bits, axis=1))
+    return np.packbits(np.concatenate(bits, axis=1), axis=1, bitorder="little")
 
 
 def _unpack_nm_enum(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarray:
@@ -361,7 +356,8 @@ def _pack_nm_sign(codes: np.ndarray, pattern: NMPattern) -> Bytes:
         groups |= (code < 0).astype(np.uint64) << (rank + np.uint64(place_bits))
         rank += code != 0
         groups += np.where(code != 0, sets[place, rank], np.uint64(0))
-    return _pack_bits(_bits_of_words(groups, nm_sign_group_bits(coded)).reshape(len(codes), -1))
+    bits = _bits_of_words(groups, nm_sign_group_bits(coded)).reshape(len(codes), -1)
+    return np.packbits(bits, axis=1, bitorder="little")
 
 
 def _unpack_nm_sign(packed: Bytes, pattern: NMPattern, in_features: int) -> np.ndarray:
