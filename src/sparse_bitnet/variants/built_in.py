@@ -218,11 +218,7 @@ def rotate(x: "Tensor", *, block: int = 64) -> "Tensor":
     x = x * sign(torch.arange(features, device=x.device)).to(x.dtype)
     if not torch.is_grad_enabled():
         return torch.ops.sparse_bitnet.hadamard(x.float(), block).to(x.dtype)
-    place = torch.arange(block, device=x.device)
-    parity = place[:, None] & place
-    for shift in (16, 8, 4, 2, 1):
-        parity = parity ^ parity >> shift
-    matrix = (1 - 2 * (parity & 1)).to(x.dtype) * block**-0.5
+    matrix = hadamard(torch.eye(block, dtype=x.dtype, device=x.device), block)
     return (x.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
 
 
