@@ -12,7 +12,6 @@ from sparse_bitnet.errors import Unsupported, UserError
 from sparse_bitnet.packing.formats import (
     SCALE_GROUPS,
     PackedMetadata,
-    check_layout,
     needs_exact,
     row_bytes,
     scale_group,
@@ -162,8 +161,7 @@ def _wanted(model: EngineModel) -> dict[str, tuple[tuple[str, ...], tuple[int, .
         block = f"model.layers.{layer}"
         for linear, shape in architecture.linear_shapes(layer).items():
             name = f"{block}.{linear}"
-            check_layout(metadata.packed_format, metadata.pattern, shape[1], name)
-            columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1])
+            columns = row_bytes(metadata.packed_format, metadata.pattern, shape[1], layer=name)
             wanted[f"{name}.weight_packed"] = (("U8",), (shape[0], columns))
             scales = model.file.entries.get(f"{name}.weight_scale")
             if scales and scales.shape != (1,) and scale_group(scales.shape, *shape) is not None:
