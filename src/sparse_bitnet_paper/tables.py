@@ -73,11 +73,8 @@ def table(
     lines: Iterable[Mapping[str, str]], notes: Sequence[str] = (), *, numeric: bool = True
 ) -> Table:
     """Return a table from lines, each a mapping of column to cell."""
-    first, *rest = (dict(line) for line in lines)
-    label_of = next(iter(first))
-    body = [first, *rest]
-    index = pd.Index([line.pop(label_of) for line in body], name=label_of)
-    return Table(pd.DataFrame(body, index=index), notes, numeric)
+    frame = pd.DataFrame(lines)
+    return Table(frame.set_index(frame.columns[0]), notes, numeric)
 
 
 def spread(values: Iterable[float], form: str) -> str:
