@@ -51,18 +51,16 @@ def float32_bits(value):
     return bits
 
 
-def select_ternary(weight: Tensor, weight_scale: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """See `select_ternary_reference`: (int8 masked codes, bool mask), bit for bit."""
-    return _launch(weight, weight_scale, n, m)
-
-
 def nm_mask(weight: Tensor, n: int, m: int) -> Tensor:
     """See `nm_mask_reference`."""
-    return _launch(weight, None, n, m)[1]
+    return select_ternary(weight, None, n, m)[1]
 
 
-def _launch(weight: Tensor, weight_scale: Tensor | None, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """Return codes (only if there is a scale), and the mask."""
+def select_ternary(
+    weight: Tensor, weight_scale: Tensor | None, n: int, m: int
+) -> tuple[Tensor, Tensor]:
+    """See `select_ternary_reference`: (int8 masked codes, bool mask), bit for bit; without a scale, no
+    codes are computed."""
     weight, lanes = weight.contiguous(), triton.next_power_of_2(m)
     codes = weight if weight_scale is None else torch.empty_like(weight, dtype=torch.int8)
     mask = torch.empty_like(weight, dtype=torch.bool)
