@@ -49,11 +49,10 @@ def int8_linear_reference(
     # Not even float32 products may become bfloat16 ones here.
     with torch.autocast(x_codes.device.type, enabled=False):
         if weight_scale.dim() == 2:
-            count = weight_scale.shape[1]
-            runs = zip(x_codes.chunk(count, -1), codes.chunk(count, -1), strict=True)
-            products = (integer_product(*run) for run in runs)
             scales = weight_scale.float().unbind(1)
-            parts = (product * scale for product, scale in zip(products, scales, strict=True))
+            x_runs, runs = (each.chunk(len(scales), -1) for each in (x_codes, codes))
+            triples = zip(x_runs, runs, scales, strict=True)
+            parts = (integer_product(x, run) * scale for x, run, scale in triples)
             y = reduce(torch.add, parts) * activation_scale
         else:
             y = integer_product(x_codes, codes, ternary) * (activation_scale * weight_scale)
@@ -69,14 +68,9 @@ def integer_product(x_codes: Tensor, codes: Tensor, ternary: bool = True) -> Ten
 
 
 def compress_windows(expanded: Tensor) -> Tensor:
-    """Return the weight operand of `sparse_int8_linear`, for the device that `expanded` is on.
-
-    Args:
-        expanded: int8 [out_features, K'] of `window_expand`.
-
-    Returns an opaque int8 matrix whose rows are out_features filled up to a multiple of 32. It depends
-    on device and library, so make it on loading and never save it.
-    """
+    """Return the weight operand of `sparse_int8_linear`, for the device that `expanded` is on, int8
+    [out_features, K'] of `window_expand`: an opaque int8 matrix whose rows are out_features filled up to
+    a multiple of 32. It depends on device and library, so make it on loading and never save it."""
     return torch.ops.sparse_bitnet.compress_windows(F.pad(expanded, (0, 0, 0, -len(expanded) % 32)))
 
 
