@@ -9,7 +9,8 @@ import codecs
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +56,8 @@ class TextTokenizer:
         }
         """Names of the tokens that are not text, such as the one that ends it."""
         self._to_bytes, self._strip = _byte_decoder(tokenizer)
-        self._known: dict[int, bytes] = {}
+        self.token_bytes = cache(self._token_bytes)
+        """Returns the bytes that a token stands for; b"" for a number outside the vocabulary."""
 
     @classmethod
     def load(cls, folder: str | Path) -> "TextTokenizer":
@@ -101,19 +103,13 @@ class TextTokenizer:
         """Return every token with its number."""
         return self._tokenizer.get_vocab()
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token stands for; b"" for a number outside the vocabulary."""
-        known = self._known.get(token)
-        if known is None:
-            piece = self._tokenizer.id_to_token(token)
-            if piece is None:
-                known = b""
-            elif self._to_bytes is None:
-                known = self._tokenizer.decode([token], skip_special_tokens=False).encode()
-            else:
-                known = self._to_bytes(piece)
-            self._known[token] = known
-        return known
+    def _token_bytes(self, token: int) -> bytes:
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._to_bytes is None:
+            return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+        return self._to_bytes(piece)
 
 
 class TextStream:
@@ -209,10 +205,8 @@ class StopStrings:
 
 def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 class GeneratedText:
@@ -291,16 +285,10 @@ def _byte_decoder(tokenizer: "Tokenizer") -> tuple[Callable[[str], bytes] | None
     return to_bytes, strip
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: printable ones are themselves, others 256, 257, ..."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others: Iterable[int] = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
-
-
-_BYTES: dict[str, int] = _byte_characters()
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = sorted({*range(256)} - _PRINTABLE)
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(c): b for c, b in enumerate(_OTHERS, 256)}
+"""GPT-2's characters for bytes: printable ones are themselves, others 256, 257, ..."""
 
 
 def _byte_level(piece: str) -> bytes:
