@@ -88,10 +88,8 @@ class Estimate:
 
     def text(self, unit: str) -> str:
         """Return mean, 95 % interval and number of seeds."""
-        text = f"{self.mean:+.2f} {unit}"
-        return (
-            f"{text} (1 seed)" if self.count == 1 else f"{text} {self.interval}, {self.count} seeds"
-        )
+        seeds = "(1 seed)" if self.count == 1 else f"{self.interval}, {self.count} seeds"
+        return f"{self.mean:+.2f} {unit} {seeds}"
 
     def p_value(self, null: float) -> float:
         """Return the two-sided probability of a mean this far from `null`."""

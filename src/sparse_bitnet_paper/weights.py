@@ -127,11 +127,12 @@ def count_checkpoint(
         config = read_format(stored.entry, str(folder / CONFIG_FILE))
         dense = set(stored.entry["modules_to_not_convert"])
     left_out = SparseBitConfig(dense_layers=dense_layers)
-    names = [key.removesuffix(".weight") for key in WeightFiles.in_folder(folder).shapes]
+    files = WeightFiles.in_folder(folder)
+    names = [key.removesuffix(".weight") for key in files.shapes]
     left_out.check_dense_layers(names, str(folder))
     counts = [
         count_weights(name, weight, config, pattern=pattern)
-        for name, weight in _block_matrices(folder)
+        for name, weight in _block_matrices(files)
         if name not in dense and not left_out.keeps_dense(name)
     ]
     if not counts and stored.kind == "foreign":
@@ -148,8 +149,7 @@ def count_checkpoint(
     return pd.DataFrame(counts)
 
 
-def _block_matrices(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    files = WeightFiles.in_folder(folder)
+def _block_matrices(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     for key in sorted(files.shapes, key=_natural):
         name = key.removesuffix(".weight")
         if name == key or _block_index(name) is None or len(files.shapes[key]) != 2:
