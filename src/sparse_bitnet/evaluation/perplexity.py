@@ -85,7 +85,7 @@ def perplexity(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     chat: np.ndarray | None = None,
-    on_batch: Callable[[int], None] | None = None,
+    on_batch: Callable[[int], None] = lambda done: None,
 ) -> Perplexity:
     """Score a text with a transformers causal LM, masks and codes selected once, or with an engine.
 
@@ -129,7 +129,7 @@ def _pieces(
 
 
 def _batches(
-    pieces: Iterable[Piece], batch_size: int, on_batch: Callable[[int], None] | None
+    pieces: Iterable[Piece], batch_size: int, on_batch: Callable[[int], None]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and labels, int64 [windows, length], of windows of one length: no padding, so no masks
     and no wasted work. Labels are the tokens after the inputs, or -100 where none is scored."""
@@ -140,15 +140,14 @@ def _batches(
             tokens = tokens.long()
             yield tokens[:, :-1], tokens[:, 1:].where(scored, -100)
             done += int(scored.sum())
-            if on_batch:
-                on_batch(done)
+            on_batch(done)
 
 
 def _engine_loss(
     engine: InferenceEngine,
     pieces: Iterable[Piece],
     batch_size: int,
-    on_batch: Callable[[int], None] | None,
+    on_batch: Callable[[int], None],
 ) -> tuple[float, int]:
     """Return the mean negative log-likelihood of the scored tokens, and their number."""
     scheduler = Scheduler(engine, max_running=batch_size, prefixes=PrefixCache(0))
@@ -166,8 +165,7 @@ def _engine_loss(
         losses = list(itertools.compress(losses, under_way.pop(id(generation.request))))
         total += sum(losses)
         done += len(losses)
-        if on_batch:
-            on_batch(done)
+        on_batch(done)
     return mean_of(total, done)
 
 
@@ -246,7 +244,7 @@ def evaluate(
     precision: str = "auto",
     device: str = "auto",
     engine: EngineOptions | None = None,
-    on_batch: OnProgress | None = None,
+    on_batch: OnProgress = lambda done, total: None,
 ) -> Evaluation:
     """Measure the held-out perplexity of a run, a checkpoint, or any transformers causal LM.
 
@@ -283,7 +281,7 @@ def evaluate(
             context_length=context_length,
             batch_size=batch_size,
             chat=text.chat,
-            on_batch=on_batch and (lambda done: on_batch(done, count)),
+            on_batch=lambda done: on_batch(done, count),
             **options,
         )
     finally:
