@@ -6,7 +6,6 @@ those of a model whose masters are Gaussian, as before training and, nearly, aft
 drawn from a table of 65,536 that were selected as training selects them.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_bitnet.checkpoint.config_fields import QWEN35
+from sparse_bitnet.checkpoint.config_fields import LINEAR_SIZES, QWEN35
+from sparse_bitnet.checkpoint.model_folder import write_json
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
@@ -25,7 +25,6 @@ from sparse_bitnet.packing.codec import ROWS
 from sparse_bitnet.packing.formats import (
     I2_BLOCK_WEIGHTS,
     PackedMetadata,
-    check_layout,
     needs_exact,
     row_bytes,
 )
@@ -72,8 +71,8 @@ def _qwen35(sizes: tuple[int, int, int, int, int], values: int, *, tied: bool) -
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     return _sizes(QWEN35, *sizes, 248320, tied) | {
         **{"head_dim": 256, "max_position_embeddings": 262144, "rope_parameters": rope},
-        **{"linear_num_key_heads": 16, "linear_num_value_heads": values},
-        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+        **LINEAR_SIZES,
+        "linear_num_value_heads": values,
     }
 
 
@@ -211,8 +210,7 @@ def write_random_model(
         layers=layers,
         rotation=Rotation(block=block, signs=signs, embedding=True, head=True) if block else None,
     )
-    for name, (_, in_features) in metadata.layers.items():
-        check_layout(packed_format, pattern, in_features, name)
+    for _, in_features in metadata.layers.values():
         if scale_group and in_features % scale_group:
             raise UserError(f"--scale-group {scale_group} does not divide rows of {in_features}")
     tensors = list(_tensors(shape, metadata, scale_group))
@@ -222,7 +220,7 @@ def write_random_model(
             for spec, pieces in tensors:
                 writer.write(spec.name, pieces)
         config["quantization_config"] = metadata.config_entry()
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_json(folder / "config.json", config)
         _write_tokenizer(folder)
 
 
@@ -240,8 +238,8 @@ def _tensors(
         matrices += [(name, "", "i2", shape.vocab, shape.hidden) for name in tables]
         tables = []
     for name, end, form, rows, columns in matrices:
-        spec = TensorSpec(name + end, "uint8", (rows, row_bytes(form, pattern, columns)))
-        yield spec, source.packed(form, rows, columns)
+        size = row_bytes(form, pattern, columns, layer=name)
+        yield TensorSpec(name + end, "uint8", (rows, size)), source.packed(form, rows, columns)
         group = scale_group or (0 if end else 256)  # a table has no scale for a whole matrix
         scales, dtype = ((rows, columns // group), "float16") if group else ((1,), "float32")
         yield _filled(f"{name}_scale", dtype, scales, source.weight_scale)
@@ -290,4 +288,4 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(_END_OF_TEXT, special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     entry = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END_OF_TEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(entry, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", entry)
