@@ -68,13 +68,8 @@ class Int8Linear(nn.Module):
     bias: Tensor | None
 
     def __init__(self, layer: SparseBitLinear, windows: NMPattern | None, name: str) -> None:
-        """Convert a layer.
-
-        Args:
-            layer: a ternary layer on the device to compute on.
-            windows: its pattern, to use sparse tensor cores; None for the dense product.
-            name: for error messages.
-        """
+        """Convert a ternary layer on the device to compute on. `windows`: its pattern, to use sparse
+        tensor cores; None for the dense product."""
         super().__init__()
         selection = layer.select()
         codes, scale = selection.codes, selection.weight_scale

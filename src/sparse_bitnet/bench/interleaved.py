@@ -135,7 +135,6 @@ def run(
     """Measure everything that `options` request.
 
     Args:
-        options: see `BenchOptions`.
         report: called with a description of the current work and the share of the run that is done.
         child: Python's arguments for the measured process.
         read_bytes: number of bytes that the roofline's measurement reads.

@@ -233,10 +233,8 @@ def rope_of(config: dict[str, Any], where: str, *, local: bool = False) -> dict[
     """Return the rope parameters, among them `rope_type` and `rope_theta`; values may be None.
 
     They match transformers, which reads up to three places: `rope_scaling` replaces `rope_parameters`,
-    and the fields beside the table supply what it lacks.
-
-    Args:
-        local: return those of layers with a window; Gemma's have a rope of their own.
+    and the fields beside the table supply what it lacks. `local`: return those of layers with a window;
+    Gemma's have a rope of their own.
 
     Raises `UserError`, beginning with `where`, if the parameters are not a table.
     """

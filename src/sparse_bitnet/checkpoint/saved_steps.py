@@ -119,13 +119,8 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
 
 
 def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
-    """Return a message on the first damaged file of a checkpoint, or None if all are intact.
-
-    Args:
-        checkpoint: one of those that `list_checkpoints` returns.
-        part, parts: check only every `parts`-th file from the `part`-th, so that processes share the
-            reading.
-    """
+    """Return a message on the first damaged file of a checkpoint, or None if all are intact. Check only
+    every `parts`-th file from the `part`-th, so that processes share the reading."""
     try:
         files = json.loads((checkpoint.path / STATE).read_bytes())["files"]
         for name, expected in sorted(files.items())[part::parts]:
@@ -247,7 +242,6 @@ def read_tensors(
     Random states may be missing there, and moments, which a weight without gradients does not have.
 
     Args:
-        checkpoint: one of those that `list_checkpoints` returns.
         state: tensors by key; None makes those of all the parameters, whole.
         group: processes that read together.
         no_dist: whether this process reads alone.

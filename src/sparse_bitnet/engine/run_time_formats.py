@@ -46,13 +46,8 @@ def choose_format(
     exact: bool = False,
     group: int = 0,
 ) -> str:
-    """Return the run-time format in which `pool` multiplies one token fastest, measured now or earlier.
-
-    Args:
-        pattern, pool, kernels: as for `measure_formats`.
-        exact: every group of weights has n non-zeros.
-        group: number of weights that share a scale; 0: a row or more.
-    """
+    """Return the run-time format in which `pool` multiplies one token fastest, measured now or earlier by
+    `measure_formats`, which describes the arguments."""
     processor = cpu_info().get("model name") or platform.processor()
     coded = f"{coded_pattern(pattern)}{' exactly' if exact else ''}"
     scaled = f" | scales per {group}" if group else ""
@@ -90,9 +85,8 @@ def measure_formats(
     several interleaved measurements.
 
     Args:
-        pattern, exact: of the weights.
-        pool, kernels: measured.
-        group: number of weights that share a float16 scale; 0: all.
+        exact: every group of weights has n non-zeros.
+        group: number of weights that share a float16 scale; 0: a row or more.
         size: bytes of the weights; by default more than caches hold. Smaller weights are read repeatedly.
     """
     size, coded = size or _BYTES, coded_pattern(pattern)

@@ -149,7 +149,6 @@ def open_model(checkpoint: str | Path, options: EngineOptions | None = None) -> 
     Args:
         checkpoint: packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder
             or hub id. Ternary models of other tools are packed once.
-        options: the engine and its settings.
 
     Returns the `OpenModel`; its `engine.close()` frees the memory. Raises `UserError` for a checkpoint
     that cannot be loaded, and for an explicit choice that cannot be honoured.

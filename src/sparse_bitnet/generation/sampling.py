@@ -203,13 +203,8 @@ class Sampler:
         self._counts: Counter[int] = Counter()
 
     def draw(self, logits: np.ndarray) -> int:
-        """Sample the next token.
-
-        Args:
-            logits: float32 [vocab_size], not written to.
-
-        Returns the token id. Raises `UserError` for logits that are not numbers.
-        """
+        """Return the id of the next token, sampled from float32 logits [vocab_size], which are not
+        written to. Raises `UserError` for logits that are not numbers."""
         seen = np.fromiter(self._seen, np.int64, len(self._seen))
         kept = candidates(logits, seen, self._options, self._counts)
         token = int(kept.tokens[0])

@@ -47,13 +47,7 @@ def byte_flips(previous: Tensor, current: Tensor) -> Tensor:
 
 
 def mask_flip_rate(previous: Tensor, current: Tensor) -> Tensor:
-    """Return the share of positions where two masks differ (paper, eq. 6).
-
-    Args:
-        previous: bool mask.
-        current: bool mask of the same shape.
-
-    Returns a float64 scalar in [0, 1].
-    """
+    """Return the share of positions where two bool masks of one shape differ (paper, eq. 6), a
+    float64 scalar in [0, 1]."""
     assert previous.shape == current.shape, (previous.shape, current.shape)
     return (previous ^ current).sum(dtype=torch.float64) / current.numel()

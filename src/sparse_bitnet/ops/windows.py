@@ -59,12 +59,8 @@ def window_layout(pattern: NMPattern) -> WindowLayout:
 def gather_index(
     pattern: NMPattern, in_features: int, device: torch.device | None = None
 ) -> Tensor:
-    """Return the source column of every expanded column: int64 [K'], -1 for added columns.
-
-    Args:
-        pattern: one that `window_layout` accepts.
-        in_features: K.
-    """
+    """Return the source column of every expanded column of K = `in_features`: int64 [K'], -1 for added
+    columns. Raises `UserError` as `window_layout` does."""
     layout = window_layout(pattern)
     column = torch.arange(layout.width(in_features), device=device)
     window, lane = column // WINDOW, column % WINDOW

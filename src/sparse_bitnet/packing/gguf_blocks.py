@@ -77,12 +77,9 @@ class BlockType:
         return rows * columns // self.codes * self.nbytes + extra[self.scale_of]
 
     def unpack(self, data: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inverse of `pack`: int8 codes [rows, columns] and scales, float16 or float32 [rows, blocks of
-        a row], [rows, 1] or [1, 1]. Codes may come out above 1 where the type has such.
-
-        Args:
-            data: uint8 [tensor_bytes].
-        """
+        """Inverse of `pack`: uint8 [tensor_bytes] -> int8 codes [rows, columns] and scales, float16 or
+        float32 [rows, blocks of a row], [rows, 1] or [1, 1]. Codes may come out above 1 where the type
+        has such."""
         assert self.decode is not None
         if self.scale_of == "matrix":
             blocks = data[:-32].reshape(-1, self.nbytes)
@@ -101,11 +98,8 @@ class BlockType:
         return np.subtract(codes, 1, out=codes), scales
 
     def pack(self, codes: np.ndarray, weight_scale: float | np.ndarray) -> np.ndarray:
-        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16.
-
-        Args:
-            weight_scale: one for the matrix, or [rows, groups] with groups of whole blocks.
-        """
+        """int8 codes [rows, in_features] -> uint8 [rows, bytes of a row], or float16. `weight_scale`: one
+        for the matrix, or [rows, groups] with groups of whole blocks."""
         rows, columns = codes.shape
         scale = np.atleast_2d(np.asarray(weight_scale, "<f2"))
         if self is F16:

@@ -47,12 +47,8 @@ class ThreadedScheduler(Scheduler):
         prefill_slice: int = 32,
         **options: Any,
     ) -> None:
-        """Create a scheduler; `start` starts its thread.
-
-        Args:
-            max_queue: maximum number of waiting generations.
-            prefill_slice, options: arguments of `Scheduler`.
-        """
+        """Create a scheduler with `options` of `Scheduler`; `start` starts its thread. `max_queue`:
+        maximum number of waiting generations."""
         super().__init__(engine, prefill_slice=prefill_slice, **options)
         self.max_queue = max_queue
         self._stop_at: float | None = None

@@ -152,7 +152,6 @@ def register_activation(
     features] and float32 [..., 1]; or None to quantise as "int8" does.
 
     Args:
-        name: as the text form has it.
         transform: `(x, *, fields) -> Tensor` of the same shape, applied first, with a gradient of its
             own; the weight then multiplies the transformed input.
         folds: the transform is orthonormal, and conversion applies it to the rows of the weight too, so
