@@ -108,7 +108,7 @@ class ToolCallReader:
         held, self._held = self._held, ""
         if self._state == "after":
             held = held.lstrip(_SPACE + "}")
-            held = "" if (self._syntax.closing or "").startswith(held) else held
+            held = "" if self._syntax.closing.startswith(held) else held
         return [*pieces, held] if held.strip() or (held and not self.calls) else pieces
 
     def _read(self) -> Iterator[str | CallPiece]:
