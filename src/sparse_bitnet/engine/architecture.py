@@ -289,12 +289,8 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
             model_type == QWEN35 and activation not in ("silu", "swish")
         ),
     }
-    for name in (
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "use_bidirectional_attention",
-    ):
-        lacks[name] = model_type == GEMMA3 and config.get(name)
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+    lacks |= {name: config.get(name) for name in names if model_type == GEMMA3}
     for what, is_set in lacks.items():
         if is_set:
             raise _lacks(where, what)

@@ -17,6 +17,7 @@ from sparse_bitnet.engine.weights import Weights
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.host import available_cores
 from sparse_bitnet.layer_config import REGISTERED
+from sparse_bitnet.packing.formats import needs_exact
 from sparse_bitnet.pattern import NMPattern
 
 _LARGEST_OF_KEYS = 16.0
@@ -171,7 +172,8 @@ def _weight_format(
             return "i2"
         if groups != {0}:  # lookup then knows no pattern
             return choose_format(NMPattern(1, 1), pool, kernels, group=min(groups))
-        return choose_format(model.metadata.pattern, pool, kernels, exact=model.exact)
+        exact = needs_exact(model.metadata.packed_format)
+        return choose_format(model.metadata.pattern, pool, kernels, exact=exact)
     name = model.metadata.packed_format if asked == "stored" else asked
     if name not in FORMATS:
         known = ", ".join(FORMATS)

@@ -12,7 +12,6 @@ from sparse_bitnet.errors import Unsupported, UserError
 from sparse_bitnet.packing.formats import (
     SCALE_GROUPS,
     PackedMetadata,
-    needs_exact,
     row_bytes,
     scale_group,
 )
@@ -36,11 +35,6 @@ class EngineModel:
     file: TensorFile
     metadata: PackedMetadata
     architecture: Architecture
-
-    @property
-    def exact(self) -> bool:
-        """Whether every group of weights has exactly n non-zeros."""
-        return needs_exact(self.metadata.packed_format)
 
     @property
     def table_names(self) -> list[str]:

@@ -15,7 +15,7 @@ from sparse_bitnet.engine.architecture import ONE_INPUT
 from sparse_bitnet.engine.engine_model import INT4_GROUP, STORED_NAMES, EngineModel
 from sparse_bitnet.engine.run_time_formats import ALIGNMENT, FORMATS, aligned, row_stride
 from sparse_bitnet.errors import UserError, os_errors_as
-from sparse_bitnet.packing.formats import coded_pattern
+from sparse_bitnet.packing.formats import coded_pattern, needs_exact
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.pattern import NMPattern
 
@@ -144,7 +144,7 @@ class Weights:
         stored = model.metadata.packed_format, model.metadata.pattern
         is_grouped = weight_format == "lookup" and model.scale_groups() != {0}
         pattern = _DENSE if is_grouped else coded_pattern(model.metadata.pattern)
-        exact = model.exact and weight_format == "lookup" and not is_grouped
+        exact = needs_exact(stored[0]) and weight_format == "lookup" and not is_grouped
         plan = []
         for layer in range(sizes.layers):
             linears, shapes = sizes.linears(layer), sizes.linear_shapes(layer)
