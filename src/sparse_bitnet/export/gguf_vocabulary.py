@@ -49,6 +49,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     vocabulary = model["vocab"] | {name: token["id"] for name, token in added.items()}
     # The model may have no rows for special tokens that tokenizer_config.json adds.
     vocabulary |= {name: index for name, index in own.get_vocab().items() if index < vocab_size}
+    special_ids = {*own.all_special_ids}  # made again at each access, from all their names
     is_sentence_piece = bool(model.get("byte_fallback"))
     for name, index in vocabulary.items():
         if index >= vocab_size:
@@ -58,7 +59,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
             )
         tokens[index] = name
         types[index] = TokenType.USER_DEFINED if name in added else TokenType.NORMAL
-        if index in own.all_special_ids or (name in added and added[name].get("special")):
+        if index in special_ids or (name in added and added[name].get("special")):
             types[index] = TokenType.CONTROL
         if is_sentence_piece and types[index] == TokenType.USER_DEFINED:
             tokens[index] = name.replace(_SPACE, " ")  # matched in the text, and shown, literally
