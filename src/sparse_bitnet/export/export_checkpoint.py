@@ -201,8 +201,8 @@ def check_folder_format(source: Checkpoint, format: str) -> int:
     groups = gguf_export.scale_groups(source)
     sizes = {size for name, size in groups.items() if size not in (0, source.layers[name][1])}
     shared = min(sizes, default=0) if format == "compressed-tensors-w2a8" else 0
-    for name, group in groups.items():
-        columns = source.layers[name][1]
+    for name, (rows, columns) in source.layers.items():
+        group = groups[name]
         allowed = (0,) if is_bitnet else (0, shared, columns)
         if group not in allowed or (shared and columns % shared):
             raise UserError(
@@ -210,7 +210,6 @@ def check_folder_format(source: Checkpoint, format: str) -> int:
                 f"{'matrix' if is_bitnet else f'{shared} in all layers' if shared else 'row'}; use "
                 "--to dense, or `sparse-bitnet pack`"
             )
-    for name, (rows, _) in source.layers.items():
         if is_bitnet and rows % CODES_PER_BYTE:
             raise UserError(
                 f"layer {name} has {rows} rows, not a multiple of {CODES_PER_BYTE} as bitnet needs; "
@@ -261,9 +260,8 @@ def _stored(
         reciprocal = (1 / weight_scale).reshape(1).to(dtype)
         return {"weight": pack_row_planes(codes), "weight_scale": reciprocal}
     scales = weight_scale.float().expand(len(codes), runs)
-    scales = scales.where(
-        scales != 0, 1.0
-    )  # that of codes which are all zero; readers divide by it
+    # Readers divide by scales, also by those of codes which are all zero.
+    scales = scales.where(scales != 0, 1.0)
     if format == "compressed-tensors-w8a8":
         return {"weight": codes, "weight_scale": scales}
     shape = torch.tensor(codes.shape, dtype=torch.int64)

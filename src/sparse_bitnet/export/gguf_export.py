@@ -194,11 +194,9 @@ def _table(source: Checkpoint, name: str, block: BlockType) -> np.ndarray | None
     """Return an embedding or head in blocks; None unless its rows are ternary with their scales."""
     packed: list[np.ndarray] = []
     if name in source.embeddings and block is not I2_S:
+        _, columns = source.others[name]
         for piece in source.ternary_pieces(name):
-            if (
-                piece is None
-                or source.others[name][1] // piece.weight_scale.shape[-1] % block.codes
-            ):
+            if piece is None or columns // piece.weight_scale.shape[-1] % block.codes:
                 return None
             packed.append(block.pack(piece.codes.numpy(), _scale(piece.weight_scale, name, block)))
     return np.concatenate(packed) if packed else None

@@ -48,9 +48,8 @@ def model_card(
         manifest = _optional(data / "manifest.json") if data else {}
         return card.render(values, config=config, result=result, manifest=manifest)
     except (jinja2.UndefinedError, AttributeError, KeyError, TypeError, ValueError):
-        return card.render(
-            values, config={}, result={}, manifest={}
-        )  # the data there was not written for a run
+        # The files there were not written for a run.
+        return card.render(values, config={}, result={}, manifest={})
 
 
 class TrainingRecord(NamedTuple):
