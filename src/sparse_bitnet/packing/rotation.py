@@ -40,15 +40,11 @@ class Rotation:
         activation = format.variant("activation")
         if activation.name != "int8-hadamard":
             return None
+        block = (activation.fields | activation.values)["block"]
         signs = {
-            width: np.packbits(sign(np.arange(width)) < 0, bitorder="little") for width in widths
+            w: np.packbits(sign(np.arange(w)) < 0, bitorder="little").tobytes() for w in widths
         }
-        return cls(
-            block=(activation.fields | activation.values)["block"],
-            signs={width: bits.tobytes() for width, bits in signs.items()},
-            embedding=False,
-            head=False,
-        )
+        return cls(block=block, signs=signs, embedding=False, head=False)
 
     def values(self, width: int) -> np.ndarray:
         """Return the signs of inputs of this width: 1 and -1, float32 [width]."""

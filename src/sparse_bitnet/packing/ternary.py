@@ -5,7 +5,6 @@ Many models are published as floats in which each run of a row holds only 0, +s 
 exactly or not at all. Arrays and torch's tensors are accepted; importing this module imports no torch.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -28,8 +27,6 @@ class TernaryWeight(NamedTuple):
 
     def values(self) -> Values:
         """The weights, float32 [out_features, in_features]."""
-        if math.prod(self.weight_scale.shape) == 1:
-            return self.codes * self.weight_scale
         library = _library(self.codes)
         scales = library.asarray(self.weight_scale, dtype=library.float32)
         runs = self.codes.reshape(*scales.shape, -1)
