@@ -133,7 +133,7 @@ def test_rope_fields_are_read_as_transformers_reads_them(
 )
 def test_unsupported_ropes_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_rope(config, 64, "test")
+        read_rope({"max_position_embeddings": 512} | config, 64, "test")
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -359,11 +359,7 @@ def _llama3(plain: np.ndarray, numbers: Fields) -> np.ndarray:
 def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, Any]) -> Rope:
     """Return YaRN's rope (arXiv 2309.00071): slow dimensions are interpolated, quick ones kept."""
     context = numbers["original_max_position_embeddings"]
-    longest = config.get("max_position_embeddings")
-    if numbers.values.get("factor") is not None or not isinstance(longest, int):
-        factor = numbers["factor"]
-    else:
-        factor = longest / context
+    factor = numbers.optional("factor", config["max_position_embeddings"] / context)
 
     def magnitude(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
