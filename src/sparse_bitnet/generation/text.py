@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
-SPECIAL_TOKENS = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-)
+SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
