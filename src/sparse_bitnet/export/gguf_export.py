@@ -258,9 +258,8 @@ def write(
         ]
         writer.add_array(WEIGHT_SCALES, [scale.item() for scale in scales])
     for key, value in metadata.items():
-        types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
-        types[bool] = GGUFValueType.BOOL
-        writer.add_key_value(key, value, types.get(type(value), GGUFValueType.ARRAY))
+        kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
     add_vocabulary(writer, source.folder, source.config["vocab_size"])
     for tensor in tensors:
         # With a type of our own as "raw", the shape is that of the codes, not of the bytes; and a
