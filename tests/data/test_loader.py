@@ -111,7 +111,7 @@ def test_a_batch_may_be_larger_than_the_data(dataset: TokenDataset) -> None:
 
 
 def test_bad_sizes_are_refused(dataset: TokenDataset) -> None:
-    with pytest.raises(UserError, match=r"train tokens are fewer than one window of"):
+    with pytest.raises(UserError, match="train tokens are fewer than a window of"):
         loader_of(dataset, sequence_length=len(dataset))
     with pytest.raises(UserError, match="a batch of 12 sequences does not divide over 5 processes"):
         loader_of(dataset, world_size=5)

@@ -12,7 +12,6 @@ from small_runs import final_weights, interrupted, logged, losses
 
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
-from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import loss as loss_module
 from sparse_bitnet.training import trainer as trainer_module
@@ -165,14 +164,6 @@ def test_a_folder_that_is_not_a_run_is_refused(small_run, tmp_path):
     with pytest.raises(UserError, match="neither empty nor a run folder"):
         train(small_run(out=str(tmp_path / "letters")))
     assert [path.name for path in (tmp_path / "letters").iterdir()] == ["dear.txt"]
-
-
-def test_too_little_validation_text_is_refused_at_the_start(small_run):
-    config = small_run(sequence_length=128, validation_tokens=0)
-    validation = len(TokenDataset.open(config.data, "validation"))
-    with pytest.raises(UserError, match=rf"its {validation:,} validation tokens are fewer than"):
-        train(dataclasses.replace(config, sequence_length=validation))
-    assert not Path(config.out).exists()
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_run, monkeypatch):

@@ -43,7 +43,13 @@ class Windows:
     """The windows of one data set, by index."""
 
     def __init__(self, dataset: TokenDataset, length: int) -> None:
-        """`length`: number of tokens that the model sees at once; the data must have more."""
+        """`length`: number of tokens that the model sees at once. Raises `UserError` for shorter text."""
+        if len(dataset) <= length and not dataset.is_chat:
+            raise UserError(
+                f"{dataset.folder}: its {len(dataset):,} {dataset.split} tokens are fewer than a window "
+                f"of {length + 1:,}: shorten --sequence-length, or prepare more text (for validation, "
+                "with --validation or a larger --validation-fraction)"
+            )
         self.dataset, self.length = dataset, length
         self._starts = self._learnt = None
         self.learnt_ids = np.empty(0, np.uint32)
@@ -144,11 +150,6 @@ class TokenLoader:
         if batch_size % world_size:
             raise UserError(
                 f"a batch of {batch_size} sequences does not divide over {world_size} processes"
-            )
-        if len(dataset) <= sequence_length and not dataset.is_chat:
-            raise UserError(
-                f"{dataset.folder}: {len(dataset):,} {dataset.split} tokens are fewer than one window of "
-                f"{sequence_length + 1:,}; prepare more text or shorten the sequences"
             )
         assert 0 <= rank < world_size
         self.dataset, self.sequence_length, self.batch_size = dataset, sequence_length, batch_size

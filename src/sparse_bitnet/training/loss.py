@@ -310,12 +310,6 @@ def held_out_windows(config: TrainConfig, *, verify: bool = True) -> Windows:
     Raises `UserError` when it has no whole sequence, or no answer to score.
     """
     dataset = TokenDataset.open(config.data, "validation", verify=verify)
-    if len(dataset) <= config.sequence_length and not dataset.is_chat:
-        raise UserError(
-            f"{config.data}: its {len(dataset):,} validation tokens are fewer than a sequence of "
-            f"{config.sequence_length} and the token after it; prepare with --validation or a larger "
-            "--validation-fraction"
-        )
     held_out = Windows(dataset, config.sequence_length)
     if dataset.is_chat and not held_out.learnt(np.arange(_count(held_out, config))):
         raise UserError(
