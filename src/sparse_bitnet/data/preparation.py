@@ -67,20 +67,33 @@ Encoded = list[np.ndarray | str]
 """The tokens of each document of a batch, or why it is skipped."""
 
 
-def prepare(source: TextSource, out: Path | str, **options: Any) -> Manifest:
+def prepare(
+    source: TextSource,
+    out: Path | str,
+    *,
+    tokenizer: "PreTrainedTokenizerFast | Path | str | None" = None,
+    vocab_size: int | None = None,
+    eos_token: str | None = None,
+    shard_tokens: int = 1 << 27,
+    chat: bool = False,
+) -> Manifest:
     """Tokenise `source` into the folder `out`; the end token follows each document.
 
     A folder that already holds this very preparation is verified; an unfinished one is resumed. Text
     that spells a special token is tokenised as text, so a document cannot end early.
 
-    `source` comes from `sources.parse_source`, `manifest` describes the folder, and `options` are those
-    of `check_options`.
+    Args:
+        source: the text, from `sources.parse_source`.
+        out: the folder, which the returned manifest describes.
+        tokenizer: a fast transformers tokenizer, its folder, or its hub id; or
+        vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
+        eos_token, shard_tokens, chat: the options of `sparse-bitnet prepare`.
 
     Raises `UserError` for bad text or tokenizer, no training text, a full disk, a folder in use, and one
     that holds something else or was prepared with other settings (the message says which).
     """
     out = Path(out)
-    tokenizer, settings = check_options(**options)
+    loaded, settings = check_options(tokenizer, vocab_size, eos_token, shard_tokens, chat)
     settings = {"source": source.describe(), **settings}
     check_ours(out, [MANIFEST, PREPARATION], "prepared data")
     if os.path.exists(out / MANIFEST):
@@ -97,28 +110,23 @@ def prepare(source: TextSource, out: Path | str, **options: Any) -> Manifest:
         _record(out, settings, states)
         source.regroup(lambda size: line(size, None, label="looking for near-duplicates"))
         if not states:
-            if tokenizer is None:
+            if loaded is None:
+                assert vocab_size is not None
                 line(0, None, label="training a tokenizer")
-                tokenizer = train_tokenizer(_sample(source), options["vocab_size"])
+                loaded = train_tokenizer(_sample(source), vocab_size)
             with atomic_folder(out / TOKENIZER) as folder:
-                tokenizer.save_pretrained(folder)
+                loaded.save_pretrained(folder)
         return _tokenise(source, out, settings, states, line)
 
 
 def check_options(
-    *,
-    tokenizer: "PreTrainedTokenizerFast | Path | str | None" = None,
-    vocab_size: int | None = None,
-    eos_token: str | None = None,
-    shard_tokens: int = 1 << 27,
-    chat: bool = False,
+    tokenizer: "PreTrainedTokenizerFast | Path | str | None",
+    vocab_size: int | None,
+    eos_token: str | None,
+    shard_tokens: int,
+    chat: bool,
 ) -> tuple["PreTrainedTokenizerFast | None", dict[str, Any]]:
-    """Return the tokenizer, None for one to train, and the settings apart from the source.
-
-    Args:
-        tokenizer: a fast transformers tokenizer, its folder, or its hub id; or
-        vocab_size: train a byte-level BPE of this size on the first 32 MB of training text.
-        eos_token, shard_tokens, chat: the options of `sparse-bitnet prepare`.
+    """Return the tokenizer, None for one to train, and the settings of `prepare` apart from the source.
 
     Raises `UserError` for options that contradict, and for a tokenizer that cannot be used.
     """
@@ -227,12 +235,6 @@ def encoder(
     of_text.encode_special_tokens = True
     end = tokenizer.eos_token_id
 
-    def conversation(text: str) -> np.ndarray | str:
-        try:
-            return conversations.encode(tokenizer, text)
-        except UserError as error:
-            return str(error)
-
     def encode(batch: list[Document]) -> Encoded:
         plain = [each.text for each in batch if not each.skipped and (each.beside or not chat)]
         with library_errors_as("the tokenizer.json cannot encode this text"):
@@ -240,7 +242,10 @@ def encoder(
 
         def tokens(document: Document) -> np.ndarray | str:
             if chat and not document.beside:
-                return conversation(document.text)
+                try:
+                    return conversations.encode(tokenizer, document.text)
+                except UserError as error:
+                    return str(error)
             ids = next(encodings).ids
             return conversations.learnt_whole(ids) if chat else np.array([*ids, end], dtype)
 
