@@ -45,6 +45,8 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
     words = f"{whole} {tmp_path}/data --from-model {teacher} --conversations 20 --batch-size 8"
     main(words.split())
     assert "vocabulary 257, uint32, written" in capsys.readouterr().out
+    main(words.split())
+    assert "already there, shards verified" in capsys.readouterr().out
     content = Path(whole).read_bytes()
     write = partial(write_conversations, cut, teacher, batch_size=8)
     chats = [json.loads(line)["messages"] for line in content.splitlines()]
@@ -89,7 +91,7 @@ def test_what_follows_the_sampling_is_refused_before_it(tmp_path: Path, monkeypa
         with pytest.raises(UserError, match=message):
             main(["rows.jsonl", *words.split(), *sampling])
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
-    with locked_folder(Path("out"), ""), pytest.raises(UserError, match="another process"):
+    with locked_folder(Path("out"), ""), pytest.raises(UserError, match="another running process"):
         main(["rows.jsonl", "out", *sampling])
 
 

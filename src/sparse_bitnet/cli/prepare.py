@@ -96,29 +96,28 @@ def main(
     from sparse_bitnet.data.preparation import check_options, prepare
     from sparse_bitnet.data.shards import TokenDataset
     from sparse_bitnet.data.sources import parse_source
-    from sparse_bitnet.files import check_ours, locked_folder
+    from sparse_bitnet.files import check_ours
     from sparse_bitnet.training.config import TrainConfig
 
     options: dict[str, Any] = {**asdict(tokenizer), "shard_tokens": shard_tokens, "chat": text.chat}
     if from_model is not None:
-        from sparse_bitnet.training.teacher_chats import write_conversations
+        from sparse_bitnet.training.run_folder import run_lock
+        from sparse_bitnet.training.teacher_chats import is_written, write_conversations
 
         text.chat = options["chat"] = True
         options["tokenizer"] = tokenizer.tokenizer or from_model
-
-        def check() -> None:
-            if text.column not in (None, "messages"):
-                raise UserError("--from-model writes the column messages: leave out --column")
-            if Path(source).resolve().parent == Path(out).resolve():
-                raise UserError(f"{source} cannot be written into {out}, a folder of prepared data")
-            # The rows do not exist yet: a data set that is never opened stands in for them.
-            parse_source("hub:rows/to-come", **asdict(text)).describe()
-            check_options(**options)
-            check_ours(Path(out), (), "prepared from these conversations")
-            held.enter_context(locked_folder(Path(out), f"{out}: another process is working there"))
-
+        if text.column not in (None, "messages"):
+            raise UserError("--from-model writes the column messages: leave out --column")
+        if Path(source).resolve().parent == Path(out).resolve():
+            raise UserError(f"{source} cannot be written into {out}, a folder of prepared data")
+        # A data set that nothing opens stands for the rows to come.
+        parse_source("hub:rows/to-come", **asdict(text)).describe()
+        check_options(**options)
         with ExitStack() as held:
-            write_conversations(source, from_model, conversations, seed, batch_size, check)
+            if not is_written(source, conversations):
+                check_ours(Path(out), (), "prepared from these conversations")
+                held.enter_context(run_lock(Path(out)))
+            write_conversations(source, from_model, conversations, seed, batch_size)
     elif conversations or batch_size is not None or seed:
         raise UserError("--conversations, --batch-size and --seed need --from-model")
     started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)

@@ -6,7 +6,6 @@ Each batch has its own seed. A resumed call repeats the last one and gives the s
 """
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,11 @@ _ROUND_TOKENS = 64  # after which the turns that have ended leave the batch
 
 
 def write_conversations(
-    path: Path | str,
-    teacher: str,
-    count: int,
-    seed: int = 0,
-    batch_size: int | None = None,
-    check: Callable[[], None] = lambda: None,
+    path: Path | str, teacher: str, count: int, seed: int = 0, batch_size: int | None = None
 ) -> None:
     """Write a .jsonl file of `count` conversations, or the rest of it: a user's turn and an answer each.
 
     Turns that repeat another user's, are empty or longer than 512 tokens (a user's: 256) are dropped.
-    `check` is called before sampling, if any is needed.
 
     Raises `UserError` for a model that cannot write any, other rows in the file, and too little memory.
     """
@@ -64,7 +57,6 @@ def write_conversations(
         return
     if len(rows) > count:
         raise UserError(f"{path} holds {len(rows):,} conversations: request at least that many")
-    check()
     batch = last = rows[-1][0] if rows else 0
     rows = [row for row in rows if row[0] < batch]
     turns, dropped = {turn for _, turn, _ in rows}, {"repeated": 0, "too long": 0, "empty": 0}
@@ -106,6 +98,12 @@ def write_conversations(
 
 def _folded(chat: list[dict[str, str]]) -> str:
     return " ".join(chat[0]["content"].split()).casefold()
+
+
+def is_written(path: Path | str, count: int) -> bool:
+    """Whether the file holds `count` rows, so that `write_conversations` will not sample."""
+    with os_errors_as(f"cannot read {path}"):
+        return (file := Path(path)).is_file() and file.read_bytes().count(b"\n") == count
 
 
 def _written(path: Path, made: dict[str, Any]) -> list[tuple[int, str, bytes]]:
