@@ -6,8 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
+from transformers import Gemma3Config
 
-from factories import edit_json
+from factories import tiny_config
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
 from sparse_bitnet.cli.evaluate import main
@@ -123,7 +124,8 @@ def test_vocabulary_beyond_the_model_is_refused(tmp_path, prepared, model_folder
 def test_every_model_is_checked_before_one_is_scored(tmp_path, prepared, model_folder, monkeypatch):
     monkeypatch.setattr("sparse_bitnet.evaluation.perplexity.perplexity", None)
     short = shutil.copytree(model_folder, tmp_path / "short")
-    edit_json(short / "config.json", max_position_embeddings=64)
+    text = tiny_config("gemma3_text", vocab_size=300).to_dict()
+    Gemma3Config(text_config=text).save_pretrained(short)  # as with an image encoder
     with pytest.raises(
         UserError, match=r"context_length=2048: .*short has 64 positions; give at most"
     ):

@@ -135,6 +135,11 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     return model
 
 
+def most_positions(model: "PreTrainedModel") -> int | None:
+    """Return the maximum number of positions of a model; None if its config does not limit them."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model folder has a file that makes a tokenizer."""
     return any(any(folder.glob(file)) for file in ("tokenizer.json", "*.model", "vocab.*"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sparse_bitnet.checkpoint.load import most_positions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.nn.convert import selected
 
@@ -35,11 +36,10 @@ class TransformersEngine(InferenceEngine):
 
         Raises `UserError` for a context beyond the model's positions.
         """
-        config = model.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        positions = positions or context_length or 2048  # where the config does not say
+        positions = most_positions(model) or context_length or 2048
         embedding: Any = model.get_input_embeddings()
-        super().__init__(len(embedding.weight), config.hidden_size, positions, context_length)
+        hidden = model.config.get_text_config().hidden_size
+        super().__init__(len(embedding.weight), hidden, positions, context_length)
         self._model: Any = model.eval()
         self._cache_tokens = cache_tokens or 1 << 40  # as good as without limit
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
