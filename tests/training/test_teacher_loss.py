@@ -133,12 +133,14 @@ def test_a_run_with_a_teacher_learns(
 
 
 def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
-    distil: Any, tmp_path: Path, capfd: pytest.CaptureFixture
+    distil: Any, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "cache"
+    cache, made, init = tmp_path / "cache", [], Teacher.__init__
+    monkeypatch.setattr(Teacher, "__init__", lambda *given: made.append(given) or init(*given))
     train(direct := distil(ce_weight=1.0, out=str(tmp_path / "direct")))
     options = dict(ce_weight=1.0, logit_cache=str(cache), top_logits=VOCAB)
     train(cached := distil(**options, out=str(tmp_path / "cached")))
+    assert len(made) == 2, "each run loads it once"
     np.testing.assert_allclose(losses(cached), losses(direct), rtol=1e-3)
     assert logged(cached)[0] == logged(direct)[0]
     manifest = json.loads((cache / "manifest.json").read_text())
@@ -219,9 +221,13 @@ def test_an_unfinished_cache_resumes(
 
     monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", 1 << 17)
     monkeypatch.setattr("sparse_bitnet.training.distillation.default_chunk_tokens", lambda _: 100)
-    whole, parts = cache("whole"), cache("parts")
+    whole, parts, loaded = (
+        cache("whole"),
+        cache("parts"),
+        Teacher(teacher, torch.float32, CPU, VOCAB),
+    )
     assert whole.token.itemsize == 8 * 4
-    whole.fill(torch.float32, CPU, 16)
+    whole.fill(loaded, 16)
     assert whole.parts > 2
     crc32 = teacher_module.zlib_ng.crc32
 
@@ -233,10 +239,10 @@ def test_an_unfinished_cache_resumes(
     with monkeypatch.context() as patched:
         patched.setattr(teacher_module.zlib_ng, "crc32", stop)
         with pytest.raises(KeyboardInterrupt):
-            parts.fill(torch.float32, CPU, 16)
+            parts.fill(loaded, 16)
     again = cache("parts")
     assert len(again.checksums) == 2
-    again.fill(torch.float32, CPU, 16)
+    again.fill(loaded, 16)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()
     ids, logits = again.batch(whole.order[[0, whole.per_part]])

@@ -94,17 +94,15 @@ class LogitCache:
 
         Raises `UserError` for another cache, other files, no permission, and a disk that is too small.
         """
-        assert config.teacher is not None
         assert config.logit_cache is not None
-        self.folder, self.teacher, self.cut = Path(config.logit_cache), config.teacher, loader.cut
+        self.folder, self.cut = Path(config.logit_cache), loader.cut
         self.vocab_size, self.k = vocab_size, min(config.top_logits, vocab_size)
         self.length = length = loader.sequence_length
         ids = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
         self.token = np.dtype([("ids", ids, (self.k,)), ("logits", "<f2", (self.k,))])
         every = np.arange(loader.windows)
         self.order = permuted(every, loader.windows, seed=loader.seed, epoch=0)
-        self.position = np.empty_like(self.order)
-        self.position[self.order] = every
+        self.position = np.argsort(self.order)
         self.per_part = max(1, _PART_BYTES // (length * self.token.itemsize))
         used = min(loader.windows, config.steps * loader.batch_size)
         self.parts = -(-used // self.per_part)
@@ -118,7 +116,6 @@ class LogitCache:
             "k": self.k,
             "vocab_size": vocab_size,
         }
-        self.checksums: list[int] = []
         stored = read_json_if_there(self.folder / MANIFEST)
         if "teacher" not in stored:
             check_ours(self.folder, [], "a logit cache")
@@ -129,7 +126,7 @@ class LogitCache:
                 raise UserError(
                     f"{self.folder} is a cache of another {what}; choose another --logit-cache"
                 )
-        self.checksums = stored.get("checksums", [])
+        self.checksums: list[int] = stored.get("checksums", [])
         if not isinstance(self.checksums, list):
             raise UserError(f"{self.folder / MANIFEST} is damaged: remove the cache's folder")
         place = next(each for each in (self.folder, *self.folder.parents) if os.path.exists(each))
@@ -142,8 +139,8 @@ class LogitCache:
                 "MB are free there: choose another folder, or fewer --top-logits"
             )
 
-    def fill(self, dtype: torch.dtype, device: torch.device, batch: int) -> None:
-        """Write the missing parts, `batch` windows at a time, and verify all parts.
+    def fill(self, teacher: Teacher | None, batch: int) -> None:
+        """Write the missing parts, if any, `batch` windows at a time, and verify all parts.
 
         Raises `UserError` for logits that are not finite, a full disk, and a damaged part.
         """
@@ -153,7 +150,7 @@ class LogitCache:
                 f"writing the teacher's logits to {self.folder}: {self.token.itemsize} bytes per token, "
                 f"{total * self.token.itemsize / 1e6:,.1f} MB in total, {self.parts - done} files left"
             )
-            teacher = Teacher(self.teacher, dtype, device, self.vocab_size)
+            assert teacher is not None
             make_folder(self.folder)
             self._write_manifest()
             with Progress(plain_lines=10) as progress:
@@ -220,14 +217,18 @@ def find_teacher(
     loader: TokenLoader,
     dtype: torch.dtype,
     device: torch.device,
-) -> Teacher | LogitCache | None:
-    """Return a run's teacher, or the cache of its logits, which the caller must `fill`; None without one.
-    `fingerprint`: the teacher's fingerprint.
+    *,
+    is_new: bool,
+) -> tuple[Teacher | None, LogitCache | None]:
+    """Return a run's teacher, and the cache of its logits, which the caller must `fill`.
+
+    Either is None if the run has none. With a cache, the teacher is loaded for a new run (`is_new`) and
+    for missing logits alone. `fingerprint`: the teacher's fingerprint.
 
     Raises `UserError` for a teacher that does not fit the student, and a cache of another one.
     """
     if config.teacher is None:
-        return None
+        return None, None
     if getattr(student.get_output_embeddings(), "bias", None) is not None:
         raise UserError(
             f"distillation does not support an output head with a bias ({type(student).__name__}): use "
@@ -246,9 +247,10 @@ def find_teacher(
         )
     # With the same tokenizer, the larger head is padded.
     loader.dataset.check_vocab(rows := min(own, theirs))
-    if config.logit_cache is not None:
-        return LogitCache(config, fingerprint, loader, rows)
-    return Teacher(config.teacher, dtype, device, rows)
+    cache = LogitCache(config, fingerprint, loader, rows) if config.logit_cache else None
+    if cache and len(cache.checksums) >= cache.parts and not is_new:
+        return None, cache
+    return Teacher(config.teacher, dtype, device, rows), cache
 
 
 class DistillationLoss(SummedLoss):
@@ -265,13 +267,6 @@ class DistillationLoss(SummedLoss):
         super().__init__(model, config.loss_chunk_tokens, compiled)
         self.config = config
         self._teacher = [teacher]  # in a list, it is not a submodule: neither split nor trained
-
-    def of_teacher(self, dtype: torch.dtype, device: torch.device) -> SummedLoss:
-        """Return the teacher's own loss; a teacher whose logits are cached is loaded."""
-        (teacher,) = self._teacher
-        if isinstance(teacher, LogitCache):
-            teacher = Teacher(teacher.teacher, dtype, device, teacher.vocab_size)
-        return SummedLoss(teacher.model, self.chunk_tokens)
 
     def apart(self, loss: float, divergence: float) -> dict[str, float]:
         """Return a step's KL at the temperature and its cross-entropy, if any, in nats a token."""

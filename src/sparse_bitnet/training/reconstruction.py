@@ -19,7 +19,7 @@ from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.progress import OnProgress, Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, blocks_of
-from sparse_bitnet.training.distillation import LogitCache, Teacher
+from sparse_bitnet.training.distillation import Teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ _LEAST_SQUARE = 1e-3
 
 def start_from_teacher_(
     student: "PreTrainedModel",
-    teacher: Teacher | LogitCache,
+    teacher: Teacher,
     config: TrainConfig,
     text: TokenDataset,
     dtype: torch.dtype,
@@ -57,8 +57,6 @@ def start_from_teacher_(
         text, sequence_length=config.sequence_length, batch_size=count, seed=config.data_seed
     )
     input_ids, _, *positions = (each.to(device) for each in loader.batch(0))
-    if isinstance(teacher, LogitCache):
-        teacher = Teacher(teacher.teacher, dtype, device, teacher.vocab_size)
     with Progress(plain_lines=10) as progress:
         errors = reconstruct_(
             cast(Any, student).to(device),

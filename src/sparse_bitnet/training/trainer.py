@@ -42,7 +42,7 @@ from sparse_bitnet.training.device import (
     prepare_device,
     resolve_device,
 )
-from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher, find_teacher
+from sparse_bitnet.training.distillation import DistillationLoss, find_teacher
 from sparse_bitnet.training.distributed import World, open_world
 from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
 from sparse_bitnet.training.model import add_adapters_, build_optimizer, initial_model, merged
@@ -195,10 +195,11 @@ class Trainer:
                 distributed.check_splits(self.model)
             self._check_learnt()
             identity = {**data["train"], "teacher": data["teacher"]}
-            where = self.dtype, self.device
-            teacher = find_teacher(config, data["teacher"], self.model, self.loader, *where)
-            self.cache = teacher if isinstance(teacher, LogitCache) else None
-            if teacher and whole and not list_checkpoints(self.run):
+            where, is_new = (self.dtype, self.device), not list_checkpoints(self.run)
+            self.teacher, self.cache = find_teacher(
+                config, data["teacher"], self.model, self.loader, *where, is_new=is_new
+            )
+            if (teacher := self.teacher) and whole and is_new:
                 start_from_teacher_(whole, teacher, config, text, *where, alone=world.size == 1)
             self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self.model.train()
@@ -207,12 +208,12 @@ class Trainer:
             compiled = compiles(config, self.device, self.model.num_parameters())
             if compiled:
                 compile_decoder_(self.model, config, self.device, world.size)
-                if isinstance(teacher, Teacher):
-                    compile_decoder_(teacher.model, config, self.device, world.size)
+                if self.teacher and not self.cache:
+                    compile_decoder_(self.teacher.model, config, self.device, world.size)
             files = model_files(self.model, Path(config.data) / "tokenizer")
             self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
-            if teacher is not None:
-                self.loss = DistillationLoss(self.model, config, teacher, compiled)
+            if (source := self.cache or self.teacher) is not None:
+                self.loss = DistillationLoss(self.model, config, source, compiled)
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
@@ -225,7 +226,7 @@ class Trainer:
         world.on_main(lambda: write_atomic(self.run / "config.json", config.to_json()))
         if (cache := self.cache) is not None:
             batch = config.micro_batch_size or config.batch_size
-            world.on_main(lambda: cache.fill(self.dtype, self.device, batch))
+            world.on_main(lambda: cache.fill(self.teacher, batch))
         self.sinks: list[Any] = []
         self.timing: list[metrics.JsonLines] = []
         if world.is_main:
@@ -257,8 +258,9 @@ class Trainer:
         """Run the remaining steps. Raises `Interrupted` and `UserError` as `train` does."""
         config, row = self.config, {}
         try:
-            if isinstance(self.loss, DistillationLoss) and self.start == 0:
-                self._compare_with_teacher(self.loss.of_teacher(self.dtype, self.device))
+            if self.teacher and self.start == 0:
+                self._compare_with_teacher(SummedLoss(self.teacher.model, config.loss_chunk_tokens))
+            self.teacher = None  # whose memory is free now, if its logits are cached
             with stop_signals(self.stop.set):
                 for step in range(self.start + 1, config.steps + 1):
                     row = self._step(step)
