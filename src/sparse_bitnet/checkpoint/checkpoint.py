@@ -92,7 +92,7 @@ class Checkpoint(StoredModel):
         dtypes: dtype of each tensor in `others`, by the file's name for it, such as "BF16".
         tool: name of a foreign checkpoint's format, else empty.
         has_masters: whether `master` returns weights.
-        not_linear: a sparse layer that is no `nn.Linear` in the plain model, else empty.
+        not_linear: a sparse layer, or experts, that is no `nn.Linear` in the plain model, else empty.
         has_one_scale: whether every matrix is known to have one scale; else `ternary` shows how many.
         rotation: rotation of the ternary matrices as they are stored, else None.
         file, metadata: tensor file and metadata of a packed checkpoint, else None.

@@ -35,7 +35,13 @@ from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
 from sparse_bitnet.layer_config import REGISTERED
-from sparse_bitnet.nn.convert import FORMAT_VERSION, convert_, quantization_config, sparse_layers
+from sparse_bitnet.nn.convert import (
+    FORMAT_VERSION,
+    convert_,
+    first_unpackable,
+    quantization_config,
+    sparse_layers,
+)
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.nn.ternary_tables import quantize_table, set_tables_
@@ -110,17 +116,16 @@ class TrainedCheckpoint(Checkpoint):
         super().__init__(stored)
         folder, entry, model = stored.folder, stored.entry, self.model
         self.format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
-        linears = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
         if entry:
             self.format = read_format(entry, where=str(folder / CONFIG_FILE))
             dense = set(entry["modules_to_not_convert"])
+            self.not_linear = first_unpackable(model, dense.__contains__)
             convert_(model, self.format, lambda module, name: name not in dense)
             set_tables_(model, ternary=False)  # which are read as `others`
         self.layers = {
             name: (layer.out_features, layer.in_features)
             for name, layer in sparse_layers(model).items()
         }
-        self.not_linear = next((name for name in self.layers if name not in linears), "")
         # Stored are the weights that multiply rotated inputs.
         self.rotation = Rotation.of_format(
             self.format, {width for _, width in self.layers.values()}

@@ -130,7 +130,7 @@ def open_checkpoint(path: str | Path, *kinds: str) -> Checkpoint:
     opened = getattr(importlib.import_module(f"sparse_bitnet.checkpoint.{module}"), name)(stored)
     if kinds and opened.not_linear:
         raise UserError(
-            f"{opened.folder}: {opened.not_linear} is one of a stack of experts, or transposed: "
+            f"{opened.folder}: {opened.not_linear} is a stack of experts, or transposed: "
             "`pack` and `export` do not support that, `generate` runs it with --engine transformers"
         )
     return opened

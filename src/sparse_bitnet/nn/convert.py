@@ -241,6 +241,16 @@ def is_fused_experts(module: nn.Module) -> bool:
     )
 
 
+def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> str:
+    """Return the first layer, of those that no `keeps_dense` name, that `convert_` converts and packed
+    folders have no place for: a transposed one, or fused experts; "" for none."""
+    for name, module in model.named_modules():
+        is_other = is_linear(module) and not isinstance(module, nn.Linear)
+        if (is_other or is_fused_experts(module)) and not keeps_dense(name):
+            return name
+    return ""
+
+
 def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
     """Return a linear layer's replacement, with the same parameters, or experts', with new ones."""
     if is_fused_experts(module):

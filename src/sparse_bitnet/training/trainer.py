@@ -31,7 +31,7 @@ from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.layer_config import SparseBitConfig
-from sparse_bitnet.nn.convert import is_fused_experts, is_linear, set_phase_, sparse_layers
+from sparse_bitnet.nn.convert import first_unpackable, set_phase_, sparse_layers
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training import distributed, metrics, schedule
 from sparse_bitnet.training.config import TrainConfig
@@ -134,14 +134,11 @@ def _take_folder(
             before = SparseBitConfig.from_dict(stored.entry["format"])
             if before != format:
                 say(f"{name} is {before}: the run converts it to {config.format} (--format)")
-        for layer, module in stored.model.named_modules():
-            is_other = is_linear(module) and not isinstance(module, torch.nn.Linear)
-            if (is_other or is_fused_experts(module)) and not format.keeps_dense(layer):
-                say(
-                    f"{layer} of {name} is not a plain linear layer: `pack` and `export` will not "
-                    "support the trained model. `generate` runs it through transformers"
-                )
-                break
+        if layer := first_unpackable(stored.model, format.keeps_dense):
+            say(
+                f"{layer} of {name} is not a plain linear layer: `pack` and `export` will not support "
+                "the trained model. `generate` runs it through transformers"
+            )
     held.enter_context(run_lock(run))
     clean_run(run)
     return data, None
