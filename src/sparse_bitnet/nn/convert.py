@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import GATES
+from sparse_bitnet.nn.experts import SparseBitExperts, is_fused_experts, new_linear
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear, select_layers_
 from sparse_bitnet.nn.selection import select
 from sparse_bitnet.nn.straight_through import InputQuantizer
@@ -29,9 +30,6 @@ Model = TypeVar("Model", bound=nn.Module)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 _LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Subclasses of `nn.Linear` with its forward; other subclasses may compute something else."""
-
-_FUSED = "transformers.integrations.moe"
-"""Module that defines the gate of fused experts; families with a gate of their own are not converted."""
 
 
 def convert_(
@@ -229,18 +227,6 @@ def is_linear(module: nn.Module) -> bool:
     return known and isinstance(module.weight, nn.Parameter)
 
 
-def is_fused_experts(module: nn.Module) -> bool:
-    """Whether the module is a mixture of gated experts, fused into tensors [experts, out, in]."""
-    gate = getattr(type(module), "_apply_gate", None)
-    if getattr(gate, "__module__", "") != _FUSED or not getattr(module, "is_concatenated", False):
-        return False
-    unlike = ("is_transposed", "has_bias", "has_post_expert_norm")
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return not any(getattr(module, name, False) for name in unlike) and all(
-        isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights
-    )
-
-
 def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> str:
     """Return the first layer, of those that no `keeps_dense` name, that `convert_` converts and packed
     folders have no place for: a transposed one, or fused experts; "" for none."""
@@ -257,53 +243,9 @@ def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:
         return SparseBitExperts(module, config, name)
     linear = module
     if _class_name(module) == _CONV1D:
-        linear = _linear(module.weight.detach().t().contiguous(), module.weight, module)
+        linear = new_linear(module.weight.detach().t().contiguous(), module.weight, module)
         linear.bias = module.bias
     return SparseBitLinear.from_linear(linear, config, name)
-
-
-class SparseBitExperts(nn.Module):
-    """Gated experts whose matrices are separate layers, each with its own scale.
-
-    Expert e has `gate_up` (gate and up projection, one matrix) and `down`.
-    """
-
-    def __init__(self, experts: Any, config: SparseBitConfig, name: str) -> None:
-        super().__init__()
-        self.act_fn = experts.act_fn
-        fused = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
-        self.experts = len(fused["down"])
-        for index in range(self.experts):
-            layers = {
-                part: SparseBitLinear.from_linear(
-                    _linear(weight[index].detach().clone(), weight, experts),
-                    config,
-                    f"{name}.{index}.{part}",
-                )
-                for part, weight in fused.items()
-            }
-            self.add_module(str(index), nn.ModuleDict(layers))
-        self.train(experts.training)
-
-    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the sum of each token's experts, `top_k_index` [tokens, k], times their
-        `top_k_weights`; `hidden` and the result are [tokens, hidden]."""
-        result = torch.zeros_like(hidden)
-        for index in range(self.experts):
-            expert: Any = self.get_submodule(str(index))
-            position, token = torch.where(top_k_index.t() == index)
-            gate, up = expert["gate_up"](hidden[token]).chunk(2, dim=-1)
-            y = expert["down"](self.act_fn(gate) * up) * top_k_weights[token, position, None]
-            result.index_add_(0, token, y.to(result.dtype))
-        return result
-
-
-def _linear(weight: Tensor, source: Tensor, owner: nn.Module) -> nn.Linear:
-    """Return a layer without bias around a new parameter, trained if its source is."""
-    out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta").train(owner.training)
-    linear.weight = nn.Parameter(weight, source.requires_grad)
-    return linear
 
 
 def _class_name(module: nn.Module) -> str:
