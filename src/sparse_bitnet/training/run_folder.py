@@ -85,9 +85,10 @@ def run_lock(run: Path) -> Iterator[None]:
 
 
 def check_run(run: Path, config: TrainConfig) -> None:
-    """Raise `UserError` when the folder holds a run of another config, or files that are not a run."""
+    """Raise `UserError` when the folder holds other files, or a run of another config past its start."""
     check_ours(run, ["config.json"], "a run folder")
-    if not (run / "config.json").is_file():
+    has_begun = saved_steps.list_checkpoints(run) or (run / "final").exists()
+    if not has_begun or not (run / "config.json").is_file():
         return
     if changed := read_config(run).difference(config):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())

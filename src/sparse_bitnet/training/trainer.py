@@ -83,7 +83,7 @@ def train(
     Under torchrun all processes call it with the same config; they share one run.
 
     Args:
-        config: the run. A folder that holds a run must hold one of the same config.
+        config: the run. A folder that holds a checkpoint must be of a run of the same config.
         on_step: called after every step with its metrics and timing in one dict, in the first process.
         on_sample: called with a validation's row and `metrics.sample`, for a pretrained model in a run of
             one process.
