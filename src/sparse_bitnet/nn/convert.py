@@ -60,8 +60,8 @@ def convert_(
 
     Raises `UserError` when nothing matches, a pattern or a quantizer's groups do not divide a layer,
     most matrix weights would stay dense, a transformers model would get a second format, a rotation
-    meets shared weights, calibration has no effect or meets fused experts, or `model` is itself a
-    linear layer; the model is then unchanged.
+    meets shared weights, calibration has no effect, is not token ids or meets fused experts, or `model`
+    is itself a linear layer; the model is then unchanged.
     """
     if isinstance(config, str):
         config = SparseBitConfig.parse(config)
@@ -280,6 +280,8 @@ def input_norms(
             hooks.callback(hook.remove)
         device = next(model.parameters()).device
         for batch in batches:
+            if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.dim() != 2:
+                raise UserError("convert_: calibration must be token ids, int64 [batch, sequence]")
             model(input_ids=batch.to(device))
     if not any(tokens.values()):
         raise UserError("convert_: the calibration text is empty")
