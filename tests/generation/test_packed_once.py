@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files and folders of other tools run on the CPU engine, packed once."""
 
+import json
 import os
 from pathlib import Path
 
@@ -75,18 +76,12 @@ def test_a_foreign_model_that_the_engine_lacks_is_not_packed_and_says_so(
 def test_foreign_models_are_scored(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text.txt").write_text("some words and more words " * 9)
-    main(
-        [
-            "evaluate",
-            str(models / "bitnet"),
-            "--engine",
-            "cpu",
-            "--data",
-            str(tmp_path / "text.txt"),
-        ]
-    )
+    text, out = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text("some words and more words " * 9)
+    names = [str(models / name) for name in ("bitnet", "model.gguf")]
+    main(["evaluate", *names, "--engine", "cpu", "--data", str(text), "--out", str(out)])
     assert "on cpu engine" in capsys.readouterr().out
+    assert [each["checkpoint"] for each in json.loads(out.read_text())] == names
 
 
 @pytest.fixture

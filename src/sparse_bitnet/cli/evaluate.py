@@ -127,13 +127,12 @@ def main(checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."], config: Eval
     from sparse_bitnet.files import write_atomic
     from sparse_bitnet.generation.open_model import runnable_folder
 
-    names = list(map(resolve_checkpoint, checkpoints))
-    for place, name in enumerate(names):
-        if config.engine == "cpu" or (is_gguf(name) and find_checkpoint(name).kind != "dense"):
-            names[place] = runnable_folder(name, EngineOptions())
-    engines = {name: _engine_options(name, config) for name in names}
-    run = _score_tasks if config.tasks else _score_text
-    results = run(engines, config)
+    models = dict[str, tuple[str, EngineOptions | None]]()
+    for name in map(resolve_checkpoint, checkpoints):
+        packs = config.engine == "cpu" or (is_gguf(name) and find_checkpoint(name).kind != "dense")
+        folder = runnable_folder(name, EngineOptions()) if packs else name
+        models[name] = folder, _engine_options(folder, config)
+    results = (_score_tasks if config.tasks else _score_text)(models, config)
     if config.out:
         result = results if len(results) > 1 else results[0]
         write_atomic(config.out, json.dumps(result, indent=2) + "\n")
@@ -161,30 +160,31 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
     return None
 
 
-def _score_tasks(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
+def _score_tasks(models: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
     """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's results."""
     from sparse_bitnet.checkpoint.load import load_tokenizer
     from sparse_bitnet.checkpoint.model_folder import read_config
     from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
     from sparse_bitnet.evaluation.harness import evaluate_tasks
 
-    for checkpoint in engines:  # each before any is scored
-        load_tokenizer(find_checkpoint(checkpoint).folder)
+    for folder, _ in models.values():  # each before any is scored
+        load_tokenizer(find_checkpoint(folder).folder)
     options = {name: getattr(config, name) for name in (*_SHARED, *_OF_TASKS)}
     results = []
-    for checkpoint, engine in engines.items():
+    for name, (folder, engine) in models.items():
         if engine is not None:
-            positions = read_config(checkpoint).get("max_position_embeddings", 2048)
+            positions = read_config(folder).get("max_position_embeddings", 2048)
             room = config.batch_size * min(positions, _TASK_TOKENS)
             engine = replace(engine, cache_tokens=max(positions, room))
-        results.append(evaluate_tasks(checkpoint, config.tasks, engine=engine, **options))
+        results.append(evaluate_tasks(folder, config.tasks, engine=engine, **options))
+        results[-1]["config"]["model"] = name
         from lm_eval.utils import make_table
 
-        print(f"{checkpoint}:\n{make_table(results[-1])}")
+        print(f"{name}:\n{make_table(results[-1])}")
     return results
 
 
-def _score_text(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
+def _score_text(models: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
     """Evaluate perplexity with a progress bar and print it; returns the results as JSON holds them."""
     from rich import box
     from rich.console import Console
@@ -198,15 +198,16 @@ def _score_text(engines: dict[str, Any], config: EvaluateConfig) -> list[dict[st
     options = {name: getattr(config, name) for name in (*_SHARED, "max_tokens")}
     length, scored = config.context_length, []
     how: dict[str, Any] = {"column": config.column, "chat": config.chat}
-    for name, engine in engines.items():  # each before any is scored
-        read = read_text(name, config.data, context_length=length, **how)
+    for name, (folder, engine) in models.items():  # each before any is scored
+        read = read_text(folder, config.data, context_length=length, **how)
         length = read[-1]  # for the others too
-        scored.append((read, engine))
+        scored.append((name, read, engine))
     results = []
     with Progress(console) as progress:
-        for read, engine in scored:
+        for name, read, engine in scored:
             on_batch = progress.line("scoring", "tokens")
-            results.append(evaluate(*read, engine=engine, on_batch=on_batch, **options))
+            result = evaluate(*read, engine=engine, on_batch=on_batch, **options)
+            results.append(replace(result, checkpoint=name))
     rows = {
         "checkpoint": "{0.checkpoint}",
         "format": "{0.format}",
