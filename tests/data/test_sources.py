@@ -131,6 +131,9 @@ def test_contradicting_options_are_refused(tmp_path: Path) -> None:
         parse_source("python-stdlib", column="text")
     with pytest.raises(UserError, match=r"--validation .*a\.jsonl is SOURCE itself"):
         parse_source(str(tmp_path), validation=path)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    with pytest.raises(UserError, match=r"--validation .*link\.jsonl is SOURCE itself"):
+        parse_source(path, validation=str(tmp_path / "link.jsonl"))
     parse_source("python-stdlib", column="text", validation=path)
     for specs in (("python-stdlib", path), (path, "python-packages")):
         with pytest.raises(UserError, match=r"python-\w+ has no columns; leave out --chat"):

@@ -149,7 +149,10 @@ def parse_source(
     column = column or ("messages" if chat else None)
     held_out = None if validation is None else _parse(validation, column, 0.0, chat)
     train = _parse(spec, column, validation_fraction if held_out is None else 0.0, chat)
-    if held_out is not None and train.describe() == held_out.describe():
+    is_same = held_out is not None and train.describe() == held_out.describe()
+    if isinstance(train, FileSource) and isinstance(held_out, FileSource):
+        is_same |= {*map(os.path.realpath, train.paths)} == {*map(os.path.realpath, held_out.paths)}
+    if is_same:
         raise UserError(f"--validation {validation} is SOURCE itself: name other text")
     return TextSource(
         train=train,
