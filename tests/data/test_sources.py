@@ -47,6 +47,7 @@ def test_folders_globs_and_lists_read_files_of_every_kind(
     said = "skipped, not text (4): README.md, link, link.txt, sub/scan.pdf\n"
     assert capsys.readouterr().err.endswith(f"mixed: {said}")
     assert texts_of(everything) == [*a, *a, *c, "A whole book."]
+    (mixed / "sub" / "loop").symlink_to("..")
     assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]
     listed = parse_source(f"{mixed}/c.parquet,{mixed}/a.jsonl,{mixed}/*.parquet")
     assert texts_of(listed) == [*c, *a]

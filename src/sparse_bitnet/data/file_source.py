@@ -109,7 +109,8 @@ class FileSource:
         """Return every file that the paths, globs (`**` included) and folders name, each once.
 
         A folder stands for all files of the known kinds below it; files that a pattern matches are
-        sorted. Raises `UserError` for a pattern that matches nothing.
+        sorted. Neither a folder nor `**` follows links to folders. Raises `UserError` for a pattern that
+        matches nothing.
         """
         name, paths = ", ".join(patterns), dict[Path, None]()
         with os_errors_as(f"cannot read {name}"):
@@ -183,7 +184,11 @@ def _expand(pattern: str) -> list[Path]:
         paths = [path]
     else:
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        paths = [file for file in matches if file.is_file()]
+        # As in a shell, ** does not follow links to folders, which may lead back.
+        fixed = [*path.parts, "**"].index("**")
+        below = {each for file in matches for each in file.parents if len(each.parts) > fixed}
+        links = {folder for folder in below if folder.is_symlink()}
+        paths = [file for file in matches if file.is_file() and links.isdisjoint(file.parents)]
     if not paths:
         raise UserError(f"no file matches {pattern!r}")
     return paths
