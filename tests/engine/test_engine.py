@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -304,7 +305,7 @@ def test_a_step_whose_memory_ends_is_undone(tmp_path: Path, family: str) -> None
     )
 
 
-def test_misuse_and_full_caches_raise(qwen: Path) -> None:
+def test_misuse_and_full_caches_raise(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(qwen, threads=1, context_length=100, cache_tokens=128)
     first, second = engine.new_sequence(), engine.new_sequence()
     engine.forward([(first, TOKENS)], "none")
@@ -339,6 +340,9 @@ def test_misuse_and_full_caches_raise(qwen: Path) -> None:
     first.close()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.new_sequence()
+    monkeypatch.setattr("sparse_bitnet.engine.engine.Weights", Mock(side_effect=MemoryError))
+    with pytest.raises(UserError, match=r"not enough memory for .*, or choose --kv-cache int4"):
+        Engine.load(qwen, threads=1)
 
 
 @pytest.mark.parametrize(

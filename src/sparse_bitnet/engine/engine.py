@@ -77,8 +77,8 @@ class Engine(InferenceEngine):
             self.most_states = self._decoder.most_states or None
         except MemoryError as error:
             raise UserError(
-                f"{folder}: not enough memory for its weights and KV cache; choose fewer cached "
-                "tokens or a smaller weight format"
+                f"{folder}: not enough memory for its weights and KV cache: lower --context-length or "
+                "--cache-tokens, or choose --kv-cache int4, --head int4 or --weight-format b3"
             ) from error
         except ValueError as error:  # an unknown instruction set, or more than the decoder takes
             raise UserError(str(error)) from error
