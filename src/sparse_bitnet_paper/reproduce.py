@@ -270,7 +270,7 @@ def _trained(
                 stop()
             raise
     if stopped.is_set():
-        raise Interrupted("stopped; every run under way has a checkpoint")
+        raise Interrupted("stopped: every run has a checkpoint; the same command continues")
 
 
 _worker_steps: Any = None

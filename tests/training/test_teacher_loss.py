@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.progress import Progress
 from sparse_bitnet.training import distillation as teacher_module
+from sparse_bitnet.training import reconstruction
 from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.config import read_config
 from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher
@@ -238,7 +240,7 @@ def test_an_unfinished_cache_resumes(
 
     with monkeypatch.context() as patched:
         patched.setattr(teacher_module.zlib_ng, "crc32", stop)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match=r"2 of \d files of logits are kept"):
             parts.fill(loaded, 16)
     again = cache("parts")
     assert len(again.checksums) == 2
@@ -308,6 +310,10 @@ def test_command_distils_and_refuses_extra_arguments(
     distill([teacher, str(out), "--data", distil().data])
     with pytest.raises(UserError, match="--teacher is not an option"):
         distill([teacher, str(out), "--teacher", "other"])
+    monkeypatch.setattr(reconstruction, "reconstruct_", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        main(["distill", teacher, f"{out}-2", "--data", distil().data, *SHORT.split()])
+    assert capsys.readouterr().err.endswith("same command starts again with the first block\n")
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr(trainer_module, "start_from_teacher_", None)
     with pytest.raises(UserError, match="lora needs peft"):

@@ -97,8 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
         if package not in TRAIN_PACKAGES:
             raise
         _fail(f"{verb} needs {package}, which is not installed: {install('train')}")
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        if os.environ.get("RANK", "0") == "0":  # under torchrun, the first process speaks for all
+            print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); a second error at exit would be noise.

@@ -2,7 +2,6 @@
 """The paper's commands: `quickstart`, `reproduce`, `report` and `analyze`."""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,20 +30,17 @@ def quickstart(arguments: list[str]) -> None:
 
 
 def run_quickstart(config: QuickstartConfig) -> None:
-    """Print progress, the table and where everything is; exit code 130 when stopped."""
+    """Print progress, the table and where everything is."""
     from rich.console import Console
 
-    from sparse_bitnet.training.run_folder import Interrupted
     from sparse_bitnet_paper.quickstart import quickstart
 
     console = Console()
     began = time.monotonic()
     try:
         result = quickstart(config, console)
-    except (Interrupted, KeyboardInterrupt) as stop:
-        reason = str(stop) or "stopped"
-        print(f"\n{reason}; the same command continues from there", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(str(stop) or "stopped; the same command continues") from stop
     title = f"Held-out perplexity, {config.model}, {config.source}"
     result.comparison.print(console, title)
     console.print(f"\n{result.verdict}", highlight=False)
@@ -135,16 +131,11 @@ def reproduce(options: ReproduceConfig) -> None:
 def train_set(scale: Scale, experiments: Sequence[str], *, out: Path, **options: Any) -> None:
     """Train and report in one line how it ended; `options` are those of `reproduce`."""
     from sparse_bitnet.training.device import resolve_device
-    from sparse_bitnet.training.run_folder import Interrupted
     from sparse_bitnet_paper.reproduce import reproduce
 
     if scale.needs_gpu and resolve_device("auto").type == "cpu":
         raise UserError(f"--scale {scale.name} needs a GPU; --dry-run prints how many hours of one")
-    try:
-        outcome = reproduce(scale, experiments, out, **options)
-    except Interrupted as stop:
-        print(f"{stop}; the same command continues from there")
-        sys.exit(130)
+    outcome = reproduce(scale, experiments, out, **options)
     print(
         f"{out}: {outcome.trained} runs trained, {outcome.skipped} done before; "
         f"`sparse-bitnet report {out}` writes tables and figures"

@@ -197,7 +197,7 @@ def run(chosen: Options) -> None:
     from sparse_bitnet.progress import Progress
     from sparse_bitnet.training.distributed import EXIT_CODE, ErrorElsewhere, ProcessLost
     from sparse_bitnet.training.metrics import METRICS_FILE, describe, read_rows
-    from sparse_bitnet.training.trainer import Interrupted, train
+    from sparse_bitnet.training.trainer import train
 
     is_first = os.environ.get("RANK", "0") == "0"
     try:
@@ -214,10 +214,6 @@ def run(chosen: Options) -> None:
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )
-    except Interrupted as stop:
-        if is_first:
-            print(f"{stop}; the same command continues from there")
-        sys.exit(130)
     except ErrorElsewhere:
         sys.exit(2)
     except ProcessLost as lost:

@@ -151,21 +151,27 @@ class LogitCache:
                 f"{total * self.token.itemsize / 1e6:,.1f} MB in total, {self.parts - done} files left"
             )
             assert teacher is not None
-            make_folder(self.folder)
-            self._write_manifest()
-            with Progress(plain_lines=10) as progress:
-                line = progress.line("teacher's logits", "tokens")
-                for part in range(done, self.parts):
-                    first = part * self.per_part
-                    last, rows = min(self.windows, first + self.per_part), list[bytes]()
-                    for start in range(first, last, batch):
-                        end = min(last, start + batch)
-                        rows.append(self._top(teacher, start, end))
-                        line(end * self.length, total)
-                    content = b"".join(rows)
-                    write_atomic(self._path(part), content)
-                    self.checksums.append(zlib_ng.crc32(content))
-                    self._write_manifest()
+            try:
+                make_folder(self.folder)
+                self._write_manifest()
+                with Progress(plain_lines=10) as progress:
+                    line = progress.line("teacher's logits", "tokens")
+                    for part in range(done, self.parts):
+                        first = part * self.per_part
+                        last, rows = min(self.windows, first + self.per_part), list[bytes]()
+                        for start in range(first, last, batch):
+                            end = min(last, start + batch)
+                            rows.append(self._top(teacher, start, end))
+                            line(end * self.length, total)
+                        content = b"".join(rows)
+                        write_atomic(self._path(part), content)
+                        self.checksums.append(zlib_ng.crc32(content))
+                        self._write_manifest()
+            except KeyboardInterrupt:
+                kept = f"{len(self.checksums)} of {self.parts} files of logits are kept"
+                raise KeyboardInterrupt(
+                    f"stopped; {kept}, the same command adds the rest"
+                ) from None
         for part, checksum in enumerate(self.checksums):
             path = self._path(part)
             with os_errors_as(f"cannot read {path}"):

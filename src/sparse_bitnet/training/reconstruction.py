@@ -57,15 +57,20 @@ def start_from_teacher_(
         text, sequence_length=config.sequence_length, batch_size=count, seed=config.data_seed
     )
     input_ids, _, *positions = (each.to(device) for each in loader.batch(0))
-    with Progress(plain_lines=10) as progress:
-        errors = reconstruct_(
-            cast(Any, student).to(device),
-            teacher.model,
-            (input_ids, *positions),
-            dtype=dtype,
-            seed=config.data_seed,
-            report=progress.line("reconstructing blocks", "blocks"),
-        )
+    try:
+        with Progress(plain_lines=10) as progress:
+            errors = reconstruct_(
+                cast(Any, student).to(device),
+                teacher.model,
+                (input_ids, *positions),
+                dtype=dtype,
+                seed=config.data_seed,
+                report=progress.line("reconstructing blocks", "blocks"),
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            "stopped; the same command starts again with the first block"
+        ) from None
     say(f"blocks reconstructed: relative error {errors[0]:.3f} (first) to {errors[-1]:.3f} (last)")
 
 

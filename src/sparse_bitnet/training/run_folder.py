@@ -62,8 +62,8 @@ class RunResult:
     """`TokenDataset.identity` of each split, and the `fingerprint` of the teacher."""
 
 
-class Interrupted(Exception):
-    """Raised when a signal stopped the run after saving a checkpoint; the same command continues it."""
+class Interrupted(KeyboardInterrupt):
+    """Raised when a signal stopped the run after saving a checkpoint; the message says what to do."""
 
 
 @contextmanager
