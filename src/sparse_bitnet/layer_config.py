@@ -20,6 +20,9 @@ REGISTERED = {
 }
 """Fields that name a registered function (`variants.registry`), and their defaults, the paper's."""
 
+FORMAT_VERSION = 1
+"""Version of the `quantization_config` entry that a converted model's config carries."""
+
 GATES = (".in_proj_a", ".in_proj_b")
 """Name endings of linear attention's gates, dense by default: a row of theirs steers a whole head."""
 
@@ -185,6 +188,11 @@ class SparseBitConfig:
         used = {kind: self.variant(kind) for kind in REGISTERED}
         foreign = [f"{kind}={each.module}" for kind, each in used.items() if each.is_foreign]
         return values | ({"registered_by": "+".join(foreign)} if foreign else {})
+
+    def config_entry(self, dense: list[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of a config.json; `dense` names the linear layers without."""
+        head = {"quant_method": "sparse_bitnet", "version": FORMAT_VERSION}
+        return head | {"format": self.to_dict(), "modules_to_not_convert": dense}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -34,14 +34,8 @@ from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, pre
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import atomic_folder, check_ours
-from sparse_bitnet.layer_config import REGISTERED
-from sparse_bitnet.nn.convert import (
-    FORMAT_VERSION,
-    convert_,
-    first_unpackable,
-    quantization_config,
-    sparse_layers,
-)
+from sparse_bitnet.layer_config import FORMAT_VERSION, REGISTERED
+from sparse_bitnet.nn.convert import convert_, first_unpackable, quantization_config, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.nn.ternary_tables import quantize_table, set_tables_

@@ -129,8 +129,6 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
     """
     import torch
 
-    from sparse_bitnet.nn.convert import FORMAT_VERSION
-
     foreign, format = source.foreign, source.format
     if foreign.rotation or foreign.config.get(LINEAR_NORMS):
         what = "rotated weights" if foreign.rotation else "norms in its linear layers"
@@ -144,12 +142,7 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
         tensors += converted(f"{layer}.weight", torch.float32, sizes, read)
     for name, shape in foreign.others.items():
         tensors += converted(name, torch.float32, shape, partial(foreign.read, name))
-    entry = {
-        "quant_method": "sparse_bitnet",
-        "version": FORMAT_VERSION,
-        "format": format.to_dict(),
-        "modules_to_not_convert": foreign.dense_linears,
-    }
+    entry = format.config_entry(foreign.dense_linears)
     with atomic_folder(out) as temporary:
         write_safetensors(temporary / "model.safetensors", tensors, on_progress)
         write_json(temporary / "config.json", source.config | {"quantization_config": entry})

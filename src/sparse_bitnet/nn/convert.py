@@ -21,9 +21,6 @@ from sparse_bitnet.nn.selection import select
 from sparse_bitnet.nn.straight_through import InputQuantizer
 from sparse_bitnet.nn.ternary_tables import TernaryHead, set_tables_
 
-FORMAT_VERSION = 1
-"""Version of the `quantization_config` entry that a converted model's config carries."""
-
 FilterFn = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -313,12 +310,7 @@ def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
         if (is_linear(module) or is_fused_experts(module))
         and not isinstance(module, SparseBitLinear)
     ]
-    return {
-        "quant_method": "sparse_bitnet",
-        "version": FORMAT_VERSION,
-        "format": config.to_dict(),
-        "modules_to_not_convert": dense,
-    }
+    return config.config_entry(dense)
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseBitLinear]:
