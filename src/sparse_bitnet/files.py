@@ -86,7 +86,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         is_ours = True
         yield temporary
-        _open_to_readers(temporary)
+        mode = temporary.stat().st_mode & 0o666  # of the umask; safetensors makes private files
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            file.chmod(mode)
         sync_tree(temporary)
         # rename() does not replace a folder that holds files: move the old one aside first.
         old = path.with_name(f"{TEMPORARY_PREFIX}replaced-{os.getpid()}-{path.name}")
@@ -160,14 +162,6 @@ def file_crc32(path: Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib_ng.crc32(chunk, checksum)
     return checksum
-
-
-def _open_to_readers(folder: Path) -> None:
-    """Give files the permissions that the user's umask allows; safetensors makes them private."""
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
 
 
 def sync_tree(folder: Path) -> None:

@@ -119,8 +119,10 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
 
 
 def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
-    """Return a message on the first damaged file of a checkpoint, or None if all are intact. Check only
-    every `parts`-th file from the `part`-th, so that processes share the reading."""
+    """Return a message on the first damaged file of a checkpoint, or None if all are intact.
+
+    Of `parts` processes that share the reading, the `part`-th checks every `parts`-th file.
+    """
     try:
         files = json.loads((checkpoint.path / STATE).read_bytes())["files"]
         for name, expected in sorted(files.items())[part::parts]:

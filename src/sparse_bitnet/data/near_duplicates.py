@@ -132,11 +132,9 @@ def _groups(keys: list[np.ndarray]) -> Iterator[list[int]]:
 
 
 def measure_overlap(folder: Path, manifest: Manifest, show: OnProgress) -> Overlap:
-    """Measure how much of the held-out text of prepared data stands in its training text.
+    """Measure how much of the held-out text of prepared data stands in its training text; both have text.
 
-    Args:
-        folder, manifest: the data, whose splits both have text.
-        show: is given the bytes of training tokens that are compared, and of all.
+    `show` is called with the bytes of training tokens that are compared, and of all.
     """
     train, held_out = (TokenDataset(folder, split, manifest) for split in SPLITS)
     tokens = held_out[:].astype(np.uint64)

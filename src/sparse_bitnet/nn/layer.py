@@ -278,11 +278,9 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
 
     @torch.no_grad()
     def end_step_(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Add the score's extra gradient and update the input norms, after the backward passes of a
-        step.
+        """Add the score's extra gradient and update the input norms, after a step's backward passes.
 
-        Args:
-            reduce: sums a tensor over the processes whose inputs count together.
+        `reduce` sums a tensor over the processes whose inputs count together.
         """
         score, current = self.config.variant("score"), self.current
         gradient = self._own_gradient()
