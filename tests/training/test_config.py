@@ -53,7 +53,6 @@ def test_a_config_of_something_else_is_refused(tmp_path, changes, reason):
         ("data", None),
         ("lora", 8),
         ("ce_weight", 0.3),
-        ("logit_cache", "c"),
         ("top_logits", 8),
     ],
 )
