@@ -216,7 +216,10 @@ void table_row(const Table& table, std::int64_t row, float* out) {
       break;
     case TableType::int4:
       for (std::int64_t i = 0; i < columns; ++i) {
-        out[i] = float(int4_code(data, i)) * table.scales[row * (columns / int4_group) + i / int4_group];
+        const std::int64_t group = i / int4_group, place = i % int4_group;
+        const int byte = data[group * (int4_group / 2) + place % (int4_group / 2)];
+        const int code = (place < int4_group / 2 ? byte & 15 : byte >> 4) - 8;
+        out[i] = float(code) * table.scales[row * (columns / int4_group) + group];
       }
       break;
     case TableType::i2: {
@@ -231,13 +234,14 @@ void table_row(const Table& table, std::int64_t row, float* out) {
 }
 
 void quantize(const Kernels& kernels, const float* x, const Activations& to) {
-  const std::int64_t groups = to.scales_a_token(), columns = to.columns / groups;
-  for (std::int64_t i = 0; i < to.tokens * groups; ++i) {
-    const std::int64_t token = i / groups, column = i % groups * columns, place = token * to.stride + column;
-    const bool is_last = column + columns == to.columns;
-    kernels.matmul.quantize_token(x + i * columns, columns, is_last ? to.stride - column : columns, to.codes + place,
-                                  to.fine ? to.fine + place : nullptr, to.scales + i, to.sums + i,
-                                  to.fine ? to.fine_sums + token : nullptr);
+  const std::int64_t groups = to.scales_a_token(), columns = to.group ? to.group : to.columns;
+  for (std::int64_t t = 0; t < to.tokens; ++t) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const std::int64_t i = t * groups + g, column = g * columns, place = t * to.stride + column;
+      kernels.matmul.quantize_token(x + i * columns, columns, g + 1 < groups ? columns : to.stride - column,
+                                    to.codes + place, to.fine ? to.fine + place : nullptr, to.scales + i, to.sums + i,
+                                    to.fine ? to.fine_sums + t : nullptr);
+    }
   }
 }
 

@@ -33,13 +33,6 @@ constexpr bool is_ternary(WeightFormat format) { return format != WeightFormat::
 constexpr std::int64_t max_int8_columns = std::int64_t(1) << 17;
 
 constexpr int int4_group = 64;
-// The code of a row at a column.
-constexpr int int4_code(const std::uint8_t* row, std::int64_t index) {
-  constexpr int half = int4_group / 2;
-  const int byte = row[index / int4_group * half + index % half];
-  return (index % int4_group < half ? byte & 15 : byte >> 4) - 8;
-}
-
 constexpr int strip_rows = 16, strip_columns = 16;  // of 64 bytes
 
 enum class ScaleType : int { float32 = 0, float16 = 1, bfloat16 = 2 };

@@ -3,10 +3,10 @@
 // instruction set, inside its namespace, with TARGET defined; plain loops, which compilers turn into
 // that set's vectors. Every operation is rounded to float32 by itself, so all sets agree.
 
-// The integer nearest to a value within -127 and 127, half to even: adding 1.5 * 2^23 rounds to it and leaves it in the
-// low bits.
-TARGET __attribute__((always_inline)) static inline std::int8_t nearest(float value) {
-  const float rounded = value + 12582912.0f;
+// Adding this to a value within -127 and 127 rounds it to an integer, half to even, and leaves that in the low bits.
+constexpr float round_to_low_bits = 12582912.0f;
+
+TARGET __attribute__((always_inline)) static inline std::int8_t low_bits(float rounded) {
   std::int32_t bits;
   __builtin_memcpy(&bits, &rounded, 4);
   return std::int8_t(bits);
@@ -31,21 +31,24 @@ TARGET static void quantize_token(const float* x, std::int64_t columns, std::int
   // 127 / infinity is 0 and 0 * infinity is NaN, whose code is 0, like that of every NaN.
   const std::int64_t used = largest < infinity ? columns : 0;
   const float inverse = 1.0f / absmax * 127.0f;  // rounded twice, as PyTorch evaluates 127 / tensor
-  std::int32_t total = 0;
-  for (std::int64_t i = 0; i < used; ++i) {
-    const std::int8_t code = nearest(x[i] * inverse);
+  std::int32_t total = 0, fine_total = 0;
+  for (std::int64_t i = 0; i < used && !fine; ++i) {
+    const std::int8_t code = low_bits(x[i] * inverse + round_to_low_bits);
     codes[i] = code;
     total += code;
+  }
+  for (std::int64_t i = 0; i < used && fine; ++i) {
+    const float value = x[i] * inverse, rounded = value + round_to_low_bits;
+    const std::int8_t code = low_bits(rounded);
+    const std::int8_t fine_code = low_bits((value - (rounded - round_to_low_bits)) * 128.0f + round_to_low_bits);
+    codes[i] = code;
+    fine[i] = fine_code;
+    total += code;
+    fine_total += fine_code;
   }
   *sum = total;
   __builtin_memset(codes + used, 0, stride - used);
   if (!fine) return;
-  std::int32_t fine_total = 0;
-  for (std::int64_t i = 0; i < used; ++i) {
-    const std::int8_t code = nearest((x[i] * inverse - float(codes[i])) * 128.0f);
-    fine[i] = code;
-    fine_total += code;
-  }
   *fine_sum = fine_total;
   __builtin_memset(fine + used, 0, stride - used);
 }

@@ -39,7 +39,11 @@ static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
       for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(row[begin + i]);
       return;
     case WeightFormat::int4:
-      for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(int4_code(row, begin + i));
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t group = (begin + i) / int4_group, j = (begin + i) % int4_group;
+        const std::uint8_t byte = row[group * (int4_group / 2) + j % (int4_group / 2)];
+        out[i] = std::int8_t((j < int4_group / 2 ? byte & 15 : byte >> 4) - 8);
+      }
       return;
   }
 }
