@@ -135,7 +135,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     return model
 
 
-def most_positions(model: "PreTrainedModel") -> int | None:
+def max_positions(model: "PreTrainedModel") -> int | None:
     """Return the maximum number of positions of a model; None if its config does not limit them."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sparse_bitnet.checkpoint.load import most_positions
+from sparse_bitnet.checkpoint.load import max_positions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.nn.convert import selected
 
@@ -36,7 +36,7 @@ class TransformersEngine(InferenceEngine):
 
         Raises `UserError` for a context beyond the model's positions.
         """
-        positions = most_positions(model) or context_length or 2048
+        positions = max_positions(model) or context_length or 2048
         embedding: Any = model.get_input_embeddings()
         hidden = model.config.get_text_config().hidden_size
         super().__init__(len(embedding.weight), hidden, positions, context_length)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparse_bitnet.checkpoint.checkpoint import StoredModel
-from sparse_bitnet.checkpoint.load import most_positions
+from sparse_bitnet.checkpoint.load import max_positions
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.data.chat import BEGINS, LEARNT
 from sparse_bitnet.data.held_out import HeldOutText, TokenSequence, read_held_out
@@ -219,7 +219,7 @@ def read_text(
     stored = find_checkpoint(checkpoint)
     text = read_held_out(data, str(stored.folder), column=column, chat=chat)
     model: Any = stored.model
-    positions = most_positions(model)
+    positions = max_positions(model)
     known = model.get_input_embeddings().weight.shape[0]
     trained = stored.trained_context_length or DEFAULT_CONTEXT_LENGTH
     length = context_length or min(trained, positions or DEFAULT_CONTEXT_LENGTH)

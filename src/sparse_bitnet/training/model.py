@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
-from sparse_bitnet.checkpoint.load import most_positions
+from sparse_bitnet.checkpoint.load import max_positions
 from sparse_bitnet.data.chat import end_of_turn_tokens
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -73,7 +73,7 @@ def initial_model(
 
 def check_positions(model: "PreTrainedModel", config: TrainConfig, name: str) -> None:
     """Raise `UserError` for a student or teacher, called `name`, with fewer positions than a window."""
-    most = most_positions(model)
+    most = max_positions(model)
     if most is not None and config.sequence_length > most:
         raise UserError(
             f"--sequence-length {config.sequence_length}: {name} has at most {most} positions"

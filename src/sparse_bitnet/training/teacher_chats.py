@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sparse_bitnet.checkpoint.load import load_tokenizer, most_positions
+from sparse_bitnet.checkpoint.load import load_tokenizer, max_positions
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.data.chat import check_template, end_of_turn_tokens
 from sparse_bitnet.errors import UserError, library_errors_as, os_errors_as
@@ -61,7 +61,7 @@ def write_conversations(
     rows = [row for row in rows if row[0] < batch]
     turns, dropped = {turn for _, turn, _ in rows}, {"repeated": 0, "too long": 0, "empty": 0}
     model: Any = stored.load(dtype=resolve_dtype("auto", place)).eval().to(place)
-    most = most_positions(model) or 1 << 30
+    most = max_positions(model) or 1 << 30
     if len(tokenizer(opening)["input_ids"]) + USER_TURN["max_tokens"] + longest > most:
         raise UserError(f"{teacher} has {most:,} positions, too few for a conversation")
     write_atomic(path, b"".join(line for *_, line in rows))
