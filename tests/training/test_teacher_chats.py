@@ -58,10 +58,12 @@ def test_resumed_writing_gives_the_same_bytes(tmp_path: Path, capsys: Any) -> No
     assert capsys.readouterr().err.endswith("empty since the resumption\n")
     write(25)
     assert Path(cut).read_bytes().startswith(content)
-    with pytest.raises(UserError, match=r"was made with .*'seed': 0.*not .*'seed': 4"):
+    with pytest.raises(UserError, match="was made with another seed: choose another file"):
         write(30, seed=4)
     with pytest.raises(UserError, match="holds 25 conversations: request at least that many"):
         write(24)
+    with pytest.raises(UserError, match="holds 20 conversations: request at least that many"):
+        main(words.replace("conversations 20", "conversations 19").split())
     mine = json.dumps({"messages": chats[0]}).encode()
     for others in (mine, mine[:20], content + mine):
         Path(cut).write_bytes(others)
@@ -82,7 +84,7 @@ def test_what_follows_the_sampling_is_refused_before_it(tmp_path: Path, monkeypa
         "out --beside-bytes 5": "--beside-bytes needs --beside",
         "out --beside absent.txt": "no such file: absent.txt",
         "out --validation a.txt --validation-fraction 0.1": "not both",
-        "out --batch-size 0": "--conversations and --batch-size above 0",
+        "out --batch-size 0": "--conversations and --batch-size at least 1",
         "out --eos-token nowhere": "nowhere",
         "out --column text": "--from-model writes the column messages",
         "teacher": "teacher is neither empty nor prepared from these conversations",
@@ -110,10 +112,10 @@ def test_a_batch_writes_what_each_prompt_alone_gives(tmp_path: Path, monkeypatch
 
 UNUSABLE = {
     "no chat template": None,
-    "must put text before and an end token after": TEMPLATE.replace(
+    "put text before a user's message, an end token after it": TEMPLATE.replace(
         "content }}{{ eos_token }}", "content }}"
     ),
-    "and an end token after": "{{ messages[0].content }}{{ eos_token }}",
+    "an end token after it": "{{ messages[0].content }}{{ eos_token }}",
     "refuses": "{{ raise_exception('no') }}",
     "writes no more conversations .dropped 0 repeated, 44 too long": TEMPLATE,
 }

@@ -47,11 +47,11 @@ def write_conversations(
     marks = tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
     if not opening or len(rest) != 1 or not rest[0].lstrip().startswith(marks):
         raise UserError(
-            f"{teacher}: its chat template must put text before and an end token after a user's message"
+            f"{teacher}: its chat template must put text before a user's message, an end token after it"
         )
     size = BATCH_SIZE[place.type] if batch_size is None else batch_size
     if path.suffix != ".jsonl" or min(count, size) < 1:
-        raise UserError(f"{path}: give a .jsonl file; --conversations and --batch-size above 0")
+        raise UserError(f"{path}: name a .jsonl file; --conversations and --batch-size at least 1")
     made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": longest, "batch_size": size}
     if len(rows := _written(path, made)) == count:
         return
@@ -101,9 +101,9 @@ def _folded(chat: list[dict[str, str]]) -> str:
 
 
 def is_written(path: Path | str, count: int) -> bool:
-    """Whether the file holds `count` rows, so that `write_conversations` will not sample."""
+    """Whether the file holds at least `count` rows, so that `write_conversations` will not sample."""
     with os_errors_as(f"cannot read {path}"):
-        return (file := Path(path)).is_file() and file.read_bytes().count(b"\n") == count
+        return (Path(path).read_bytes() if Path(path).is_file() else b"").count(b"\n") >= count
 
 
 def _written(path: Path, made: dict[str, Any]) -> list[tuple[int, str, bytes]]:
@@ -118,8 +118,8 @@ def _written(path: Path, made: dict[str, Any]) -> list[tuple[int, str, bytes]]:
         with library_errors_as(others):
             how = (row := json.loads(line))["sampled"]
             rows.append((how.pop("batch"), _folded(row["messages"]), line + b"\n"))
-        if how != made:
-            raise UserError(f"{path} was made with {how}, not {made}: choose another file")
+        if other := [name for name in made if how.get(name) != made[name]]:
+            raise UserError(f"{path} was made with another {', '.join(other)}: choose another file")
     begin = json.dumps({"sampled": made}).encode()[:-2]
     if last[: len(begin)] != begin[: len(last)]:
         raise UserError(others)
