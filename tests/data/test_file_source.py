@@ -85,9 +85,7 @@ def test_blank_lines_nulls_and_empty_texts_are_left_out(tmp_path: Path) -> None:
         ("a.csv", b"b,c", r"a\.csv:3: more values than the first line has columns"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_skipped_and_named(
-    tmp_path: Path, name: str, row: bytes, reason: str
-) -> None:
+def test_a_row_that_cannot_be_read_is_skipped_and_named(tmp_path, name, row, reason):
     path, good = tmp_path / name, b'{"text": "good"}'
     contents = {
         "a.jsonl": b"\n".join([good, row, good]),
@@ -121,9 +119,7 @@ def test_a_row_that_cannot_be_read_is_skipped_and_named(
         ("image.png", b"", r"unknown kind of file; known are \.jsonl, "),
     ],
 )
-def test_a_file_that_is_not_of_its_kind_is_refused(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_a_file_that_is_not_of_its_kind_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         read(tmp_path / name)

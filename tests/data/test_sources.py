@@ -39,16 +39,18 @@ def mixed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_folders_globs_and_lists_read_files_of_every_kind(
-    mixed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_globs_and_lists_read_files_of_every_kind(mixed, capsys):
     a, c = some_texts(20, seed=1), some_texts(20, seed=2)
     everything = parse_source(str(mixed))
     said = "skipped, not text (4): README.md, link, link.txt, sub/scan.pdf\n"
     assert capsys.readouterr().err.endswith(f"mixed: {said}")
     assert texts_of(everything) == [*a, *a, *c, "A whole book."]
-    (mixed / "sub" / "loop").symlink_to("..")
-    assert texts_of(parse_source(f"{mixed}/**/*.txt")) == ["A whole book."]
+    for name in ("loop", "again"):
+        (mixed / "sub" / name).symlink_to("..")
+    (mixed / "sub" / ".hidden.txt").write_text("hidden")
+    for pattern in ("**/*.txt", "**/sub/*.txt", "sub/loop/*/d.txt"):
+        assert texts_of(parse_source(f"{mixed}/{pattern}")) == ["A whole book."]
+    assert texts_of(parse_source(f"{mixed}/*/.*.txt")) == ["hidden"]
     listed = parse_source(f"{mixed}/c.parquet,{mixed}/a.jsonl,{mixed}/*.parquet")
     assert texts_of(listed) == [*c, *a]
 
@@ -118,7 +120,7 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         f"{tmp_path}/image.png": r"image\.png: unknown kind of file; known are \.jsonl",
         "hub:a/b/c/d": "not a hub data set: 'a/b/c/d'",
         "hub:": "not a hub data set: ''",
-        f"{tmp_path}/a.jsonl,": "a file name between commas is empty: remove the comma",
+        f"{tmp_path}/a.jsonl,": "empty name between commas: remove a comma",
     }.items():
         with pytest.raises(UserError, match=message):
             parse_source(spec)

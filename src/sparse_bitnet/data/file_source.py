@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_bitnet.data.documents import TRAIN, Document, pieces, pieces_of_few, split_of
-from sparse_bitnet.errors import UserError, os_errors_as, reason_of
+from sparse_bitnet.errors import UserError, library_errors_as, os_errors_as, reason_of
 from sparse_bitnet.progress import say
 
 _ABOUT_DATA = {"README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
@@ -108,9 +108,8 @@ class FileSource:
     def matching(cls, patterns: Sequence[str], **options: Any) -> "FileSource":
         """Return every file that the paths, globs (`**` included) and folders name, each once.
 
-        A folder stands for all files of the known kinds below it; files that a pattern matches are
-        sorted. Neither a folder nor `**` follows links to folders. Raises `UserError` for a pattern that
-        matches nothing.
+        A folder stands for all files of the known kinds below it. Neither it nor `**` follows links to
+        folders; `*` matches no hidden files. Raises `UserError` for a pattern that matches nothing.
         """
         name, paths = ", ".join(patterns), dict[Path, None]()
         with os_errors_as(f"cannot read {name}"):
@@ -170,9 +169,7 @@ class FileSource:
 
 def _expand(pattern: str) -> list[Path]:
     if not pattern:
-        raise UserError(
-            "a file name between commas is empty: remove the comma, or write . for this folder"
-        )
+        raise UserError("empty name between commas: remove a comma, or write . for this folder")
     path = Path(pattern).expanduser()
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file() or each.is_symlink())
@@ -183,12 +180,13 @@ def _expand(pattern: str) -> list[Path]:
     elif path.exists() or not glob.has_magic(pattern):
         paths = [path]
     else:
-        matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        # As in a shell, ** does not follow links to folders, which may lead back.
-        fixed = [*path.parts, "**"].index("**")
-        below = {each for file in matches for each in file.parents if len(each.parts) > fixed}
-        links = {folder for folder in below if folder.is_symlink()}
-        paths = [file for file in matches if file.is_file() and links.isdisjoint(file.parents)]
+        # Unlike glob's, pathlib's ** does not follow links to folders, which may lead back.
+        base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        rest = path.relative_to(base).as_posix()
+        with library_errors_as(f"the pattern {pattern!r} cannot be read"):
+            paths = sorted(each for each in base.glob(rest) if each.is_file())
+        if "/." not in f"/{rest}":
+            paths = [each for each in paths if "/." not in f"/{each.relative_to(base).as_posix()}"]
     if not paths:
         raise UserError(f"no file matches {pattern!r}")
     return paths
