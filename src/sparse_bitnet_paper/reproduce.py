@@ -270,7 +270,7 @@ def _trained(
                 stop()
             raise
     if stopped.is_set():
-        raise Interrupted("stopped: every run has a checkpoint; the same command continues")
+        raise Interrupted("stopped; run the same command to resume the runs from their checkpoints")
 
 
 _worker_steps: Any = None

@@ -118,7 +118,7 @@ def test_a_failing_run_ends_the_quickstart(text, tmp_path):
 
 def test_command_says_how_to_continue(text, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "train", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt, match="stopped; the same command continues"):
+    with pytest.raises(KeyboardInterrupt, match="stopped; run the same command to resume"):
         cli.run_quickstart(small(text, tmp_path / "q"))
 
 

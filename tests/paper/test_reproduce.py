@@ -175,7 +175,7 @@ def test_an_interrupted_set_resumes(tmp_path, monkeypatch, options, count, steps
     options |= {"workers": count, "console": Console()}
     if count == 1:
         monkeypatch.setattr(record, "train", interrupt_at(5))
-    stopped = pytest.raises(KeyboardInterrupt, match=r"^stopped.* the same command continues$")
+    stopped = pytest.raises(KeyboardInterrupt, match=r"^stopped.* the same command to resume\b")
     with interrupt_at_a_checkpoint(out, count > 1), stopped:
         cli.train_set(scale, ["sweep"], out=out, **options)
     monkeypatch.undo()

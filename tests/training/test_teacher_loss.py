@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,9 +70,7 @@ def ids_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", [VOCAB, VOCAB - 16, VOCAB + 16])
-def test_the_loss_and_its_gradient_are_those_of_the_formula(
-    distil: Any, teacher: Path, rows: int
-) -> None:
+def test_the_loss_and_its_gradient_are_those_of_the_formula(distil, teacher, rows):
     """Also over the rows that both heads have, where the student's or the teacher's is padded."""
     both = min(rows, VOCAB)
     config = distil(temperature=3.0, ce_weight=0.3, logits_weight=0.7, loss_chunk_tokens=7)
@@ -101,9 +100,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
-def test_a_run_with_a_teacher_learns(
-    distil: Any, tmp_path: Path, family: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_with_a_teacher_learns(distil, tmp_path, family, capsys):
     tiny_model(family, vocab_size=VOCAB).save_pretrained(folder := str(tmp_path / "model"))
     values = {"teacher": folder, "init": folder, "temperature": 2.0, "learning_rate": 3e-4}
     config = distil(steps=6, reconstruction_windows=0, **values)
@@ -134,9 +131,7 @@ def test_a_run_with_a_teacher_learns(
         train(config)
 
 
-def test_a_cache_of_all_logits_trains_as_the_teacher_itself(
-    distil: Any, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_all_logits_trains_as_the_teacher_itself(distil, tmp_path, capfd, monkeypatch):
     cache, made, init = tmp_path / "cache", [], Teacher.__init__
     monkeypatch.setattr(Teacher, "__init__", lambda *given: made.append(given) or init(*given))
     train(direct := distil(ce_weight=1.0, out=str(tmp_path / "direct")))
@@ -182,9 +177,7 @@ def test_reconstructed_blocks_are_closer_to_the_teacher() -> None:
         reconstruct_(student, tiny_model("llama", hidden_size=32), (ids,), dtype=torch.float32)
 
 
-def test_a_run_from_reconstructed_blocks_is_deterministic(
-    distil: Any, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_from_reconstructed_blocks_is_deterministic(distil, tmp_path, capsys):
     first, again = (
         distil(reconstruction_windows=8, out=str(tmp_path / name)) for name in ("first", "again")
     )
@@ -195,9 +188,7 @@ def test_a_run_from_reconstructed_blocks_is_deterministic(
 
 
 @pytest.mark.parametrize(("own", "theirs"), [(304, 320), (320, 304)])
-def test_a_padded_head_trains_on_the_rows_that_both_have(
-    distil: Any, tmp_path: Path, own: int, theirs: int
-) -> None:
+def test_a_padded_head_trains_on_the_rows_that_both_have(distil, tmp_path, own, theirs):
     tokenizer = load_tokenizer(Path(distil().data) / "tokenizer")
     for name, rows in (("init", own), ("teacher", theirs)):
         tiny_model("llama", vocab_size=rows).save_pretrained(tmp_path / name)
@@ -211,9 +202,7 @@ def test_a_padded_head_trains_on_the_rows_that_both_have(
     assert from_pretrained(tmp_path / "cached" / "final").config.vocab_size == own
 
 
-def test_an_unfinished_cache_resumes(
-    distil: Any, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_cache_resumes(distil, teacher, tmp_path, monkeypatch):
     def cache(name: str, split: str = "train", **changes: Any) -> LogitCache:
         options = {"steps": 100, "top_logits": 8, "logit_cache": str(tmp_path / name)}
         config = distil(**{**options, **changes})
@@ -286,17 +275,13 @@ def test_an_unfinished_cache_resumes(
         ({"init": None, "sequence_length": 65}, "65: teacher .* has at most 64 positions"),
     ],
 )
-def test_invalid_distillation_options_are_refused(
-    distil: Any, changes: dict[str, Any], reason: str
-) -> None:
+def test_invalid_distillation_options_are_refused(distil, changes, reason):
     with pytest.raises(UserError, match=reason) as raised:
         train(distil(**changes))
     assert "\n" not in str(raised.value)
 
 
-def test_command_distils_and_refuses_extra_arguments(
-    distil: Any, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_distils_and_refuses_extra_arguments(distil, tmp_path, capsys, monkeypatch):
     teacher, out = distil().teacher, tmp_path / "run"
     distill([teacher, str(out), "--data", distil().data, *SHORT.split()])
     stored = read_config(out)
@@ -313,14 +298,16 @@ def test_command_distils_and_refuses_extra_arguments(
     monkeypatch.setattr(reconstruction, "reconstruct_", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match="130"):
         main(["distill", teacher, f"{out}-2", "--data", distil().data, *SHORT.split()])
-    assert capsys.readouterr().err.endswith("same command starts again with the first block\n")
+    assert capsys.readouterr().err.endswith("same command to start over from the first block\n")
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr(trainer_module, "start_from_teacher_", None)
     with pytest.raises(UserError, match="lora needs peft"):
         distill([teacher, f"{out}-lora", "--data", distil().data, "--lora", "2"])
     monkeypatch.setattr(trainer_module, "fingerprint", None)
-    with pytest.raises(UserError, match=r"another config \(temperature 1.0 -> 2.0\)"):
-        distill([teacher, str(out), "--temperature", "2"])
+    for lost in ("nothing", "checkpoints", "final"):  # the result alone is one of a run, too
+        shutil.rmtree(out / lost, ignore_errors=True)
+        with pytest.raises(UserError, match=r"another config \(temperature 1.0 -> 2.0\)"):
+            distill([teacher, str(out), "--temperature", "2"])
 
 
 def test_a_teacher_with_transposed_layers_is_known_to_be_unpackable_at_the_start(
@@ -344,9 +331,7 @@ def test_a_teacher_with_transposed_layers_is_known_to_be_unpackable_at_the_start
         ("ternary-6:8,activation=int4-hadamard", "pack generate"),
     ],
 )
-def test_the_commands_that_are_printed_run(
-    distil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, verbs: str
-) -> None:
+def test_the_commands_that_are_printed_run(distil, tmp_path, monkeypatch, format, verbs):
     model = convert_(tiny_model("llama", vocab_size=VOCAB), format)
     tokenizer = load_tokenizer(Path(distil().data) / "tokenizer")
     save_pretrained(model, run := tmp_path / "the run", tokenizer)

@@ -40,7 +40,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
     try:
         result = quickstart(config, console)
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(str(stop) or "stopped; the same command continues") from stop
+        raise KeyboardInterrupt(str(stop) or "stopped; run the same command to resume") from stop
     title = f"Held-out perplexity, {config.model}, {config.source}"
     result.comparison.print(console, title)
     console.print(f"\n{result.verdict}", highlight=False)

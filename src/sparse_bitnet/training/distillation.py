@@ -169,9 +169,7 @@ class LogitCache:
                         self._write_manifest()
             except KeyboardInterrupt:
                 kept = f"{len(self.checksums)} of {self.parts} files of logits are kept"
-                raise KeyboardInterrupt(
-                    f"stopped; {kept}, the same command adds the rest"
-                ) from None
+                raise KeyboardInterrupt(f"stopped; {kept}; run the same command again") from None
         for part, checksum in enumerate(self.checksums):
             path = self._path(part)
             with os_errors_as(f"cannot read {path}"):

@@ -69,7 +69,7 @@ def start_from_teacher_(
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            "stopped; the same command starts again with the first block"
+            "stopped; run the same command to start over from the first block"
         ) from None
     say(f"blocks reconstructed: relative error {errors[0]:.3f} (first) to {errors[-1]:.3f} (last)")
 

@@ -87,8 +87,8 @@ def run_lock(run: Path) -> Iterator[None]:
 def check_run(run: Path, config: TrainConfig) -> None:
     """Raise `UserError` when the folder holds other files, or a run of another config past its start."""
     check_ours(run, ["config.json"], "a run folder")
-    has_begun = saved_steps.list_checkpoints(run) or (run / "final").exists()
-    if not has_begun or not (run / "config.json").is_file():
+    is_kept = any((run / name).exists() for name in ("final", RESULT))
+    if not (is_kept or saved_steps.list_checkpoints(run)) or not (run / "config.json").is_file():
         return
     if changed := read_config(run).difference(config):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())

@@ -270,7 +270,8 @@ class Trainer:
                     if due or last or stopping:
                         self.checkpoints.save(step)
                     if stopping and not last:
-                        raise Interrupted(f"stopped after step {step}; the same command continues")
+                        stopped = f"stopped after step {step} of {config.steps}"
+                        raise Interrupted(f"{stopped}; run the same command to resume")
             return self._finish(row or self.world.on_main(self._last_row))
         finally:
             for sink in (*self.timing, *self.sinks):
