@@ -119,7 +119,7 @@ class AttentionPlan {
   std::vector<const std::int32_t*> pages_;
   std::vector<Task> tasks_;
   std::vector<Merge> merges_;
-  std::deque<std::atomic<std::int64_t>> left_;  // of each merge
+  std::deque<std::atomic<std::int64_t>> left_;  // tasks that each merge waits for
   AlignedVector<float> states_;
   std::vector<AlignedVector<float>> scratch_;  // per thread: queries and their codes, a page in floats, two states
   std::int64_t work_ = 0;                    // rows times keys

@@ -11,7 +11,7 @@
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 // with PAIRED_TILES dot_pairs, for tiles in pairs of rows, with NARROW_SUMS widen, dot_int8, int8_offset and what
-// matmul_wide-inl.h asks for, and with HAS_SUMS, of one instruction set, what matmul_sums of matmul_kernels.h is made of.
+// matmul_wide-inl.h asks for, and with HAS_SUMS (one file for each width of vectors) SumKernels.
 
 #if defined(NARROW_SUMS)
 INLINE Sums dot_nibbles(const Sums& sums, const Bytes& nibbles, const Bytes& x) {

@@ -54,7 +54,7 @@ TARGET static void quantize_token(const float* x, std::int64_t columns, std::int
 }
 
 // The sums of token t and rows [begin, end) -> y [end - begin]: floats where groups are scaled, otherwise integers that
-// are `offset` times the sum of the activations too high. Of int8 with `fine` there are two rows of them, `row_step`
+// are `offset` times the sum of the activations too high. int8 with `fine` has two rows of them, `row_step`
 // apart, and only 128 times the first plus the second means something: kernels may split the sum as they like.
 TARGET static void finish_token(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
                                 std::int64_t end, const std::int32_t* dots, std::int64_t row_step,

@@ -58,7 +58,7 @@ static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block 
 // b3_strips times few tokens (matmul_sums-inl.h).
 struct SumKernels {
   std::int64_t table_bytes;  // of a code
-  // Of the codes of a part (b3_strips.h): [codes of a part, table_bytes].
+  // Writes the tables of a part (b3_strips.h): [codes of a part, table_bytes].
   void (*sum_tables)(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables);
   // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip; without group scales integers.
   void (*sum_strips)(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x, float* sums);

@@ -111,7 +111,7 @@ INLINE void in_rows(const Shorts* sums, Sums* rows) {
 }
 #endif
 
-// Of the codes of a segment.
+// Writes the tables of the codes of a segment.
 template <int CODES>
 INLINE void segment_tables(const std::int8_t* codes, std::uint8_t* tables) {
   constexpr int columns = b3_strips::columns_of(CODES);
