@@ -206,6 +206,7 @@ def test_activations_share_a_scale_by_token_or_by_group(tmp_path: Path, qwen: Pa
         for activations in ("auto", "token", "group")
     )
     assert np.array_equal(auto, by_group)
+    assert Engine.load(tmp_path / "model", threads=1).weight_format == "i2"
     assert 0 < relative_error(by_token, by_group) < 0.1
     with pytest.raises(UserError, match=r"--activations group needs .*; use token"):
         Engine.load(qwen, activations="group")

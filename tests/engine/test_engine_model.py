@@ -226,7 +226,7 @@ def test_tensors_that_contradict_the_config_are_named(packed: Path, original: Pa
         (packed_name, None, f"tensor {packed_name} is missing"),
         ("model.norm.weight", None, "norm.weight is missing"),
         ("more", torch.zeros(1), "tensor more is not part"),
-        (scale, torch.zeros_like, f"tensor {scale} has 0.0, but scales are"),
+        (scale, torch.zeros_like, f"tensor {scale} has 0.0, but scales must be"),
         (scale, lambda values: values * torch.nan, "not finite"),
         ("model.norm.weight", lambda values: values + torch.inf, "not finite"),
         (EMBEDDING, lambda values: values * torch.nan, "not finite"),

@@ -121,7 +121,7 @@ def _check_scales(scales: "Tensor", name: str) -> None:
     low, high = (float(bound) for bound in scales.aminmax())
     if not (low > 0 or (low == 0 and scales.numel() > 1)) or not high < math.inf:
         raise UserError(
-            f"tensor {name} has {low}, but scales are positive and finite; pack the model again"
+            f"tensor {name} has {low}, but scales must be positive and finite; pack the model again"
         )
 
 

@@ -72,7 +72,7 @@ class EngineModel:
         values = self.floats(name)
         if values.min() < 0 or (values.size == 1 and values.item() == 0):
             raise UserError(
-                f"{self.file.path}: tensor {name} has {values.min()}, but scales are above 0; "
+                f"{self.file.path}: tensor {name} has {values.min()}, but scales must be above 0; "
                 "pack the model again"
             )
         return values
