@@ -190,7 +190,7 @@ class SparseBitConfig:
         return values | ({"registered_by": "+".join(foreign)} if foreign else {})
 
     def config_entry(self, dense: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a config.json; `dense` names the linear layers without."""
+        """Return the `quantization_config` of a config.json. `dense`: the linear layers that stay so."""
         head = {"quant_method": "sparse_bitnet", "version": FORMAT_VERSION}
         return head | {"format": self.to_dict(), "modules_to_not_convert": dense}
 

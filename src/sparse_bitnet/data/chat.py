@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens; only the assistant's are learnt, that is, count in the loss.
+"""Conversations as tokens, of which only the assistant's count in the loss: these are learnt.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`, that the tokenizer's chat template
 turns into one text. If the template marks the assistant's words with `{% generation %}`, these are

@@ -225,8 +225,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> str:
-    """Return the first layer, of those that no `keeps_dense` name, that `convert_` converts and packed
-    folders have no place for: a transposed one, or fused experts; "" for none."""
+    """Return the name of the first layer that `convert_` converts but packed folders cannot hold: a
+    transposed one, or fused experts; "" for none. Layers that `keeps_dense` accepts are skipped."""
     for name, module in model.named_modules():
         is_other = is_linear(module) and not isinstance(module, nn.Linear)
         if (is_other or is_fused_experts(module)) and not keeps_dense(name):
