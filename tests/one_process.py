@@ -2,12 +2,12 @@
 """Another process: a fresh one for a script, or for several commands, which imports what they need once;
 or a fork of this one."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -55,10 +55,12 @@ def run_in_fork(check: Callable[[], None]) -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        with contextlib.suppress(BaseException):
+        try:
             check()
             os._exit(0)
-        os._exit(1)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
