@@ -282,6 +282,8 @@ def first_reason(error: BaseException) -> str:
     """Return the first line that says why, of an exception that wraps those of one or all processes."""
     if failures := getattr(error, "failures", None):
         cause = next(iter(failures.values()))[0]
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
         return getattr(cause, "strerror", None) or first_reason(cause)
     if "inline_container" in str(error):  # torch's writer does not tell what the system said
         return f"{NO_SPACE}, or it failed"
