@@ -277,7 +277,7 @@ def input_norms(
             hooks.callback(hook.remove)
         device = next(model.parameters()).device
         for batch in batches:
-            if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.dim() != 2:
+            if not isinstance(batch, Tensor) or batch.dtype != torch.int64 or batch.dim() != 2:
                 raise UserError("convert_: calibration must be token ids, int64 [batch, sequence]")
             model(input_ids=batch.to(device))
     if not any(tokens.values()):
