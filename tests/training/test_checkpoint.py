@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from small_runs import final_weights, interrupted, logged
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from factories import tiny_model
 from sparse_bitnet.checkpoint.open_checkpoint import resolve_checkpoint
-from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.checkpoint.saved_steps import first_reason, list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import file_crc32
 from sparse_bitnet.training import run_folder
@@ -87,6 +88,11 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint(small_run, monkeyp
     after = sorted(path.name for path in (Path(config.out) / "checkpoints").rglob("*"))
     assert after == before, "nothing half-written, nothing lost"
     assert train(config).steps == 6
+
+
+def test_a_second_ctrl_c_while_saving_is_no_write_error():
+    with pytest.raises(KeyboardInterrupt):
+        first_reason(CheckpointException("failed", {0: (KeyboardInterrupt(), None)}))
 
 
 def test_leftovers_of_a_killed_save_are_ignored_and_removed(small_run):
