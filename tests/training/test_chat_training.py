@@ -131,9 +131,7 @@ def long_questions(chats: Path, folder: Path, words: int, count: int, *options: 
     return str(folder / "long")
 
 
-def test_validation_without_an_answer_is_refused_at_once(
-    chat_run: Any, chats: Path, tmp_path: Path
-) -> None:
+def test_validation_without_an_answer_is_refused_at_once(chat_run, chats, tmp_path):
     data = long_questions(chats, tmp_path, 400, 60, "--validation-fraction", "0.2")
     config = chat_run(data=data, validation_tokens=32)
     with pytest.raises(UserError, match="no answer in its first 32 validation tokens"):
@@ -141,9 +139,7 @@ def test_validation_without_an_answer_is_refused_at_once(
     assert not Path(config.out).exists()
 
 
-def test_a_step_without_anything_to_learn_has_no_loss(
-    chat_run: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_anything_to_learn_has_no_loss(chat_run, chats, tmp_path, capsys):
     data = long_questions(chats, tmp_path, 200, 4)
     assert "train windows of 256 tokens hold no answer to learn (0, " in capsys.readouterr().out
     windows = Windows(TokenDataset.open(data), 60)
@@ -166,9 +162,7 @@ def test_a_step_without_anything_to_learn_has_no_loss(
     assert losses(again) == curve
 
 
-def test_a_run_without_anything_to_learn_is_refused(
-    chat_run: Any, chats: Path, tmp_path: Path
-) -> None:
+def test_a_run_without_anything_to_learn_is_refused(chat_run, chats, tmp_path):
     data = long_questions(chats, tmp_path, 200, 4)
     dataset = TokenDataset.open(data)
     seed = next(

@@ -267,7 +267,7 @@ def test_calibration_prunes_without_training(tmp_path: Path) -> None:
     assert torch.equal(again, model.eval()(batches[1]).logits)
     with pytest.raises(UserError, match="the calibration text is empty"):
         convert_(tiny_model(), "full-6:8,score=wanda", calibration=[])
-    for batch in ({"input_ids": torch.ones(1, 4)}, torch.ones(1, 4), [1, 2]):
+    for batch in ({"input_ids": torch.ones(1, 4)}, torch.ones(1, 4), torch.ones(1, 4).byte(), [1]):
         with pytest.raises(UserError, match=r"must be token ids, int64 \[batch, sequence\]"):
             convert_(tiny_model(), "full-6:8,score=wanda", calibration=[batch])
     with pytest.raises(UserError, match="calibration has no effect on score=magnitude"):
