@@ -252,7 +252,7 @@ def test_queue_is_bounded_all_or_nothing(sink):
 
 def test_too_long_for_context_or_cache_is_refused_at_once(sink):
     with running(ScriptedEngine(context_length=100)) as scheduler:
-        with pytest.raises(ContextFull, match=r"95 tokens and 6 new ones requested.*100"):
+        with pytest.raises(ContextFull, match=r"95 tokens and 6 new ones are requested.*100"):
             scheduler.submit([sink.request([1] * 95, 6)])
         scheduler.submit([sink.request([1] * 95, 5)])
         [whole] = sink.wait(1)

@@ -154,7 +154,7 @@ def truncate(folder: Path) -> None:
         (partial(edit_quantization, pattern="2:4"), "its pattern is '6:8'.*'2:4'"),
         (partial(edit_quantization, packed_format="i2"), "its packed_format is"),
         ({PACKED: OVERFULL}, f"tensor {PACKED} is damaged or not b3: a group has more non-zeros"),
-        ({SCALE: torch.tensor([torch.nan])}, f"tensor {SCALE} is nan"),
+        ({SCALE: torch.tensor([torch.nan])}, f"tensor {SCALE} has nan, but"),
         ({SCALE: None}, f"tensor {SCALE} is missing"),
         ({PACKED: None}, f"tensor {PACKED} is missing"),
         ({"extra": torch.zeros(1)}, "tensor extra is not part of the model"),
