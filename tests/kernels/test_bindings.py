@@ -85,9 +85,9 @@ def test_offsets_beyond_any_file_are_refused() -> None:
 
 def test_a_decoder_takes_one_caller_at_a_time() -> None:
     """Without that: a crash, or logits of another thread's tokens."""
-    model = random_model(max_position_embeddings=2048)
-    decoder = DecoderInMemory(model, threads=2, cache_tokens=2048).decoder
-    tokens, sequence = np.zeros(1500, np.int32), decoder.open()
+    model, tokens = random_model(max_position_embeddings=2048), np.zeros(1500, np.int32)
+    memory = DecoderInMemory(model, threads=2, cache_tokens=2048)  # it owns what the decoder reads
+    decoder, sequence = memory.decoder, memory.decoder.open()
 
     def busy() -> None:
         decoder.truncate(sequence, 0)
