@@ -36,7 +36,7 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 
 // Operations a second, a multiply-add counting as two, of a loop that keeps everything in registers
 // and runs about `seconds`.
-//   int8: amx_int8 tdpbsud; avx512vnni and avxvnni vpdpbusd; neon sdot; i8mm usmmla; avx2 and avx512
+//   int8: amx_int8 tdpbssd; avx512vnni and avxvnni vpdpbusd; neon sdot; i8mm usmmla; avx2 and avx512
 //         vpmaddubsw with 16-bit additions, the most that a ternary product needs; generic whatever the
 //         compiler makes of an int32 sum of products.
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
