@@ -138,20 +138,25 @@ INLINE void prefetch_range(const std::int8_t* from, std::int64_t bytes) {
 // tiles of B are read.
 template <class Unit>
 INLINE void unit_scores(Unit& unit, const Int8Rows& work, std::int64_t rows) {
+  std::int32_t* held = nullptr;
+  Nothing nothing;
   const std::int64_t stride = four_dim(work.head_dim), line = 4 * page_tokens;
   for (std::int64_t r = 0; r < rows; r += 2 * unit_tile) {
     const UnitTiles queries = {work.queries + r * stride, stride, 64, unit_tile * stride};
     for (std::int64_t i = 0; i < work.seen; i += 2 * unit_tile) {
       const UnitTiles keys = {work.keys + 4 * i, line, unit_tile * line, 4 * unit_tile};
-      unit_sums<BytesOf::signed_b>(unit, rows - r, 2 * unit_tile, queries, keys, stride / 64, true,
-                                   work.scores + r * page_tokens + i, page_tokens);
+      unit_sums<false>(unit, rows - r, 2 * unit_tile, queries, keys, stride / 64, true,
+                       work.scores + r * page_tokens + i, page_tokens, held, nothing);
     }
   }
+  store_unit_sums<2, 2>(unit, held, page_tokens);
 }
 
 // The values of the same rows, whose scores are not needed any more: their place takes the sums.
 template <class Unit>
 INLINE void unit_values(Unit& unit, const Int8Rows& work, std::int64_t rows) {
+  std::int32_t* held = nullptr;
+  Nothing nothing;
   const std::int64_t line = 4 * work.padded;
   for (std::int64_t first = 0; first < rows; first += 2 * unit_tile) {
     const std::int64_t left = rows - first, m = left < 2 * unit_tile ? left : 2 * unit_tile;
@@ -160,7 +165,9 @@ INLINE void unit_values(Unit& unit, const Int8Rows& work, std::int64_t rows) {
     for (std::int64_t i = 0; i < work.padded; i += 2 * unit_tile) {
       const std::int64_t after = work.padded - i, n = after < 2 * unit_tile ? after : 2 * unit_tile;
       const UnitTiles values = {work.values + 4 * i, line, 0, 4 * unit_tile};
-      unit_sums<BytesOf::signed_b>(unit, m, n, probabilities, values, 1, true, work.scores, page_tokens);
+      unit_sums<false>(unit, m, n, probabilities, values, 1, true, work.scores, page_tokens, held, nothing);
+      store_unit_sums<2, 2>(unit, held, page_tokens);
+      held = nullptr;
       for (std::int64_t r = 0; r < m; ++r) {
         for (std::int64_t k = 0; k < n; k += width) {
           add_values(work, first + r, i + k, load<Ints>(work.scores + r * page_tokens + k));

@@ -84,7 +84,7 @@ void make_activations(Activations* place, std::int64_t tokens, std::int64_t colu
   require(tokens >= 0 && tokens <= max_elements / columns, "tokens are out of range");
   new (place) Activations{tokens, columns, activation_stride(columns), pointer<std::int8_t>(codes),
                           pointer<std::int8_t>(fine), pointer<float>(scales), pointer<std::int32_t>(sums),
-                          pointer<std::int32_t>(fine_sums), nullptr, nullptr, group};
+                          pointer<std::int32_t>(fine_sums), false, nullptr, nullptr, group};
 }
 
 // A matrix with its output, as Python hands it over.

@@ -35,7 +35,7 @@ class ActivationBuffer {
     fine_sums_.assign(tokens, 0);
     tokens_ = tokens;
     view_ = {tokens, columns, stride, codes_.data(), fine ? fine_.data() : nullptr, scales_.data(),
-             sums_.data(), fine ? fine_sums_.data() : nullptr, nullptr, nullptr, group};
+             sums_.data(), fine ? fine_sums_.data() : nullptr, false, nullptr, nullptr, group};
   }
 
   // Tokens [first, first + count).

@@ -51,6 +51,7 @@ namespace JOIN(kernels_, ISA) {
 #include "matmul_table-inl.h"
 #include "attention-inl.h"
 #include "attention_int4-inl.h"
+#include "unit_sums-inl.h"
 #include "attention_int8-inl.h"
 
 template <class Unit>

@@ -46,9 +46,10 @@ constexpr const SumKernels* sum_kernels = nullptr;
 #if defined(NARROW_SUMS)
 #include "matmul_wide-inl.h"
 #endif
+#include "unit_sums-inl.h"
 #include "matmul_multiply-inl.h"
 
 template <class Unit>
 constexpr MatmulKernels kernels_on(std::int64_t tiles_from) {
-  return {quantize_token, sum_groups, multiply_on<Unit>, tiles_from, sum_kernels};
+  return {quantize_token, sum_groups, multiply_on<Unit>, finish_by_vectors, tiles_from, sum_kernels};
 }

@@ -44,30 +44,20 @@ const std::int32_t* group_sums(const Kernels& kernels, ThreadPool& pool, const A
   return to;
 }
 
-constexpr std::int64_t tile_tokens = 16, tile_columns = 64;
-
-// The activations with their tiles (matmul.h).
-Activations arranged(ThreadPool& pool, const Activations& x) {
+// The activations as a matrix unit wants them (matmul.h).
+Activations for_unit(const Activations& x) {
   thread_local AlignedVector<std::int8_t> memory[2];
   Activations result = x;
-  const std::int64_t tiles = packed::divide_up(x.tokens, tile_tokens), tile_bytes = tile_tokens * x.stride;
+  result.on_unit = true;
+  const std::int64_t last = x.tokens % unit_tile, begin = (x.tokens - last) * x.stride;
+  if (last == 0) return result;
   for (const bool is_fine : {false, true}) {
     const std::int8_t* from = is_fine ? x.fine : x.codes;
     if (!from) break;
-    std::int8_t* to = room(memory[is_fine], tiles * tile_bytes);
-    (is_fine ? result.fine_tiles : result.tiles) = to;
-    pool.parallel_for(tiles, 1, [&](std::int64_t begin, std::int64_t end, int) {
-      for (std::int64_t token = begin * tile_tokens; token < end * tile_tokens; ++token) {
-        std::int8_t* line = to + token / tile_tokens * tile_bytes + token % tile_tokens * tile_columns;
-        for (std::int64_t c = 0; c < x.stride; c += tile_columns, line += tile_tokens * tile_columns) {
-          if (token < x.tokens) {
-            std::memcpy(line, from + token * x.stride + c, tile_columns);
-          } else {
-            std::memset(line, 0, tile_columns);
-          }
-        }
-      }
-    });
+    std::int8_t* to = room(memory[is_fine], unit_tile * x.stride);
+    (is_fine ? result.last_fine : result.last_codes) = to;
+    std::memcpy(to, from + begin, last * x.stride);
+    std::memset(to + last * x.stride, 0, (unit_tile - last) * x.stride);
   }
   return result;
 }
@@ -135,8 +125,6 @@ Activations Activations::range(std::int64_t begin, std::int64_t end) const {
   Activations part = *this;
   part.tokens = end - begin;
   part.codes += begin * stride;
-  if (tiles) part.tiles += begin * stride;
-  if (fine_tiles) part.fine_tiles += begin * stride;
   if (quads) part.quads += begin * quad_stride(columns);
   part.scales += begin * scales_a_token();
   part.sums += begin * scales_a_token();
@@ -264,22 +252,23 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
     in_b3_strips |= matrix.format == WeightFormat::b3_strips;
     rows += matrix.rows;
   }
-  Activations x = on_unit ? arranged(pool, given) : given;
+  Activations x = on_unit ? for_unit(given) : given;
   if (in_quads && !on_unit) x.quads = arranged_quads(pool, x);
   const std::int64_t work = rows * x.columns * x.tokens;
   const int threads =
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
   // Of a gated product alone, y is the gate already.
   const bool is_gated = count > 0 && products[count - 1].gated_by, has_gate = is_gated && count == 1;
-  const bool is_long = x.tiles && !is_gated && x.stride * max_tokens_a_call > max_unit_activations;
-  const std::int64_t pieces_a_thread = x.tiles ? is_long ? 2 : 4 : 8;
-  const std::int64_t most = is_long ? max_unit_rows : x.tiles || x.tokens == 1 ? max_rows_a_call : max_rows_without_unit;
+  const bool is_long = x.on_unit && !is_gated && x.columns * max_tokens_a_call > max_unit_activations;
+  const std::int64_t pieces_a_thread = x.on_unit ? is_long ? 2 : 4 : 8;
+  const std::int64_t most = is_long                      ? max_unit_rows
+                            : x.on_unit || x.tokens == 1 ? max_rows_a_call
+                                                         : max_rows_without_unit;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
-  const std::int64_t tokens_a_call = is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
-  const std::int32_t* sums = group_sums(kernels, pool, x, group);
-  const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.tiles;
+  const std::int32_t* sums = x.on_unit ? nullptr : group_sums(kernels, pool, x, group);
+  const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.on_unit;
   if (by_sums && kernels.matmul.sums) x.sum_tables = sum_tables(*kernels.matmul.sums, pool, x, group);
   // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
   // one before.
@@ -288,19 +277,25 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   };
   const auto multiply = [&](const Product* product, std::int64_t begin, std::int64_t end) {
     MatmulScratch& scratch = thread_scratch();
-    for (std::int64_t t = 0; t < x.tokens; t += tokens_a_call) {
-      const Activations tokens = x.range(t, std::min(t + tokens_a_call, x.tokens));
+    for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
+      const Activations tokens = x.range(t, std::min(t + max_tokens_a_call, x.tokens));
+      const std::int32_t* of_groups = sums ? sums + t * sums_a_token : nullptr;
       float* y = product->y + t * product->y_stride + begin;
-      const bool streams = x.tiles && x.tokens * product->y_stride > min_streamed;
-      for (int i = has_gate ? 1 : 0; i < (is_gated ? 2 : 1); ++i) {
-        Product part = product[has_gate ? 0 : i];
-        part.y = is_gated ? scratch.gated[0][i] - begin : y - begin;
-        if (is_gated) part.y_stride = 2 * max_rows_a_call;
-        part.streams = streams && !is_gated;
-        kernels.matmul.multiply(tokens, sums ? sums + t * sums_a_token : nullptr, part, begin, end, scratch);
+      const bool streams = x.on_unit && x.tokens * product->y_stride > min_streamed;
+      const int first = has_gate ? 1 : 0, last = is_gated ? 1 : 0;
+      PieceSums of_piece[2];
+      const auto part = [&](int i) -> const Product& { return product[has_gate ? 0 : i]; };
+      for (int i = first; i <= last; ++i) {
+        std::int32_t* dots = scratch.dots + i * max_dots;
+        of_piece[i] = kernels.matmul.multiply(tokens, of_groups, *part(i).matrix, begin, end, dots, scratch);
       }
-      for (std::int64_t i = 0; i < tokens.tokens && is_gated; ++i, y += product->y_stride) {
-        kernels.vector.gated(*products[count - 1].gated_by, has_gate ? y : scratch.gated[i][0], scratch.gated[i][1],
+      for (std::int64_t token = 0; token < tokens.tokens; ++token, y += product->y_stride) {
+        for (int i = first; i <= last; ++i) {
+          float* to = is_gated ? scratch.rows[i] : y;
+          kernels.matmul.finish_token(tokens, token, part(i), begin, end, of_piece[i], to, streams && !is_gated);
+        }
+        if (!is_gated) continue;
+        kernels.vector.gated(*products[count - 1].gated_by, has_gate ? y : scratch.rows[0], scratch.rows[1],
                              end - begin, y, streams);
       }
     }

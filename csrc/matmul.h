@@ -69,9 +69,9 @@ struct Matrix {
 };
 
 // Activations of `tokens` tokens, quantised per token (method: scale = max(|x|) / 127, round half to
-// even). Rows of codes lie `stride` bytes apart, a multiple of 64, zeros behind `columns`, and 512
-// readable bytes behind the last row. `fine` adds the next 7 bits, for the output head: x is close to
-// scale * (codes + fine / 128).
+// even). Rows of codes lie `stride` bytes apart, an odd multiple of 64, so that they fall into different sets of a
+// cache. Behind `columns` lie zeros, behind the last row 512 readable bytes. `fine` adds the next 7 bits, for the output
+// head: x is close to scale * (codes + fine / 128).
 struct Activations {
   std::int64_t tokens, columns, stride;
   std::int8_t* codes;   // [tokens, stride]
@@ -79,10 +79,10 @@ struct Activations {
   float* scales;        // [tokens]
   std::int32_t* sums;   // [tokens], the sum of a token's codes
   std::int32_t* fine_sums;  // [tokens], or null
-  // For matrix units, made by `matmul`: codes and fine of sixteen tokens and 64 columns one behind another,
-  // [tokens / 16, stride / 64, 16, 64], zeros for tokens that are not there. Null where not wanted.
-  const std::int8_t* tiles = nullptr;
-  const std::int8_t* fine_tiles = nullptr;
+  // Set by `matmul`: whether a matrix unit multiplies, and for it codes and fine of the last tokens % 16 tokens, with
+  // zeros up to sixteen; null if there are none.
+  bool on_unit = false;
+  const std::int8_t *last_codes = nullptr, *last_fine = nullptr;
   // Columns that share a scale: scales and sums then are [tokens, columns / group], and all products have
   // matrices of that group. 0: all of a token, and `sums` its sum.
   std::int64_t group = 0;
@@ -96,7 +96,7 @@ struct Activations {
   Activations range(std::int64_t begin, std::int64_t end) const;  // tokens [begin, end)
 };
 
-constexpr std::int64_t activation_stride(std::int64_t columns) { return packed::divide_up(columns, 64) * 64; }
+constexpr std::int64_t activation_stride(std::int64_t columns) { return (packed::divide_up(columns, 64) | 1) * 64; }
 constexpr std::int64_t activation_slack = 512;
 constexpr std::int64_t quad_stride(std::int64_t columns) {
   return lookup::quads.blocks(columns) * lookup::quads.block_columns();
@@ -118,7 +118,6 @@ struct Product {
   std::int64_t y_stride;
   // Of the last of a group, whose y is that of the product before: y = activation(y) times this product.
   const Activation* gated_by = nullptr;
-  bool streams = false;  // set by `matmul`: y, larger than a cache, is written past it
 };
 
 // y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (activation_scale[t] * scale) + bias[r], each

@@ -53,25 +53,22 @@ TARGET static void quantize_token(const float* x, std::int64_t columns, std::int
   __builtin_memset(fine + used, 0, stride - used);
 }
 
-// The sums of token t and rows [begin, end) -> y [end - begin]: floats where groups are scaled, otherwise integers that
-// are `offset` times the sum of the activations too high. int8 with `fine` has two rows of them, `row_step`
-// apart, and only 128 times the first plus the second means something: kernels may split the sum as they like.
-TARGET static void finish_token(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
-                                std::int64_t end, const std::int32_t* dots, std::int64_t row_step,
-                                std::int32_t offset, float* y) {
+// The sums of token t and rows [begin, end), which lie in one block -> y [end - begin].
+TARGET static void finish_rows(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
+                               std::int64_t end, const PieceSums& sums, const std::int32_t* dots, float* y) {
   const Matrix& matrix = *product.matrix;
   const std::int64_t rows = end - begin;
   const float* scales = matrix.scales ? matrix.scales + begin : nullptr;
   const float scale = x.group ? 1.0f : x.scales[t];
   if (matrix.summed_group()) {
-    const float* sums = reinterpret_cast<const float*>(dots);
-    for (std::int64_t r = 0; r < rows; ++r) y[r] = sums[r] * scale;
+    const float* floats = reinterpret_cast<const float*>(dots);
+    for (std::int64_t r = 0; r < rows; ++r) y[r] = floats[r] * scale;
   } else {
-    const std::uint32_t excess = offset * x.sums[t];  // unsigned: dots that are too high may have wrapped around
+    const std::uint32_t excess = sums.offset * x.sums[t];  // unsigned: dots that are too high may have wrapped around
     if (x.fine && matrix.format == WeightFormat::int8) {
-      const std::int32_t fine_excess = offset * x.fine_sums[t];
+      const std::int32_t fine_excess = sums.offset * x.fine_sums[t];
       for (std::int64_t r = 0; r < rows; ++r) {
-        const double both = double(std::int32_t(dots[r] - excess)) * 128.0 + double(dots[row_step + r] - fine_excess);
+        const double both = double(std::int32_t(dots[r] - excess)) * 128.0 + double(dots[sums.block + r] - fine_excess);
         y[r] = float(both) * (1.0f / 128.0f) * (scale * scales[r]);
       }
     } else if (scales) {
@@ -82,4 +79,14 @@ TARGET static void finish_token(const Activations& x, std::int64_t t, const Prod
     }
   }
   for (std::int64_t r = 0; product.bias && r < rows; ++r) y[r] += product.bias[begin + r];
+}
+
+// MatmulKernels::finish_token, without streaming.
+TARGET static void finish_token(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
+                                std::int64_t end, const PieceSums& sums, float* y, bool) {
+  const std::int64_t a_token = sums.block * (x.fine && product.matrix->format == WeightFormat::int8 ? 2 : 1);
+  const std::int32_t* dots = sums.dots + t * a_token;
+  for (std::int64_t r = begin; r < end; r += sums.block, dots += max_tokens_a_call * a_token) {
+    finish_rows(x, t, product, r, r + sums.block < end ? r + sums.block : end, sums, dots, y + (r - begin));
+  }
 }

@@ -73,17 +73,15 @@ static void sum_groups(const std::int8_t*, std::int64_t groups, std::int64_t, st
   __builtin_memset(sums, 0, groups * sizeof(std::int32_t));
 }
 
-static void multiply(const Activations& x, const std::int32_t*, const Product& product,
-                     std::int64_t begin, std::int64_t end, MatmulScratch& scratch) {
-  const Matrix& matrix = *product.matrix;
+static PieceSums multiply(const Activations& x, const std::int32_t*, const Matrix& matrix, std::int64_t begin,
+                          std::int64_t end, std::int32_t* dots, MatmulScratch& scratch) {
   std::int8_t* weights = reinterpret_cast<std::int8_t*>(scratch.tile);
-  std::int32_t* dots = scratch.dots;
-  float* sums = reinterpret_cast<float*>(scratch.dots);
+  float* sums = reinterpret_cast<float*>(dots);
   const bool int4 = matrix.format == WeightFormat::int4;
   const bool fine = x.fine && matrix.format == WeightFormat::int8;
   const std::int64_t group = matrix.summed_group(), groups = group ? packed::divide_up(matrix.columns, group) : 0;
   const std::int64_t step = max_rows_a_call, block = column_block(matrix.format, group, matrix.pattern);
-  __builtin_memset(scratch.dots, 0, x.tokens * step * (fine ? 2 : 1) * sizeof(std::int32_t));
+  __builtin_memset(dots, 0, x.tokens * step * (fine ? 2 : 1) * sizeof(std::int32_t));
   for (std::int64_t r = begin; r < end; ++r) {
     for (std::int64_t c = 0; c < matrix.columns; c += block) {
       const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
@@ -112,15 +110,13 @@ static void multiply(const Activations& x, const std::int32_t*, const Product& p
       }
     }
   }
-  for (std::int64_t t = 0; t < x.tokens; ++t) {
-    finish_token(x, t, product, begin, end, dots + t * step * (fine ? 2 : 1), step, 0,
-                 product.y + t * product.y_stride + begin);
-  }
+  return {dots, step, 0};
 }
 
 }  // namespace generic_matmul
 
 const MatmulKernels matmul_generic = {generic_matmul::quantize_token, generic_matmul::sum_groups,
-                                      generic_matmul::multiply, 0, nullptr};
+                                      generic_matmul::multiply, generic_matmul::finish_token, 0,
+                                      nullptr};
 
 }  // namespace sparse_bitnet

@@ -17,19 +17,18 @@ constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
 constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3_strips are looked up, not multiplied
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
-// With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, half as many meet four times
-// as many rows. Lines of a tile of sums lie so far apart that they do not meet in the same sets of the L1 cache.
-constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
-constexpr std::int64_t unit_row_step = max_unit_rows + 16;
-// An output of more floats than this leaves nothing else in the L2 cache: it is written past it.
-constexpr std::int64_t min_streamed = std::int64_t(1) << 21;
+// With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, they meet twice as many
+// rows.
+constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 2 * max_rows_a_call;
+constexpr std::int64_t max_dots = max_tokens_a_call * max_unit_rows;
+static_assert(2 * max_rows_a_call <= max_unit_rows);  // with `fine`, sums of fewer rows fit as well
+// An output of more floats than this would take the place of activations in the L2 cache: it is written past it.
+constexpr std::int64_t min_streamed = std::int64_t(1) << 18;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
 // tokens that it meets, then fit into the first cache. A unit's activations only pass through it.
 constexpr std::int64_t max_column_block = 512, unit_column_block = 768;
-constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern,
-                                    bool on_unit = false) {
-  if (on_unit) return unit_column_block;
+constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern) {
   if (format == WeightFormat::b3_strips && group == 0) return 20 * b3_strips::segment_columns;
   if (format != WeightFormat::lookup || lookup::shape_of(pattern).neighbours()) return max_column_block;
   return group ? 768 : 3 * lookup::triples.block_columns();  // multiples of three groups
@@ -43,17 +42,25 @@ constexpr std::int64_t wide_column_block = 256;
 constexpr std::int64_t max_wide_tokens = 4;
 
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
-// activations in 16 bits, sums, and a product that is gated.
+// activations in 16 bits, sums, and a token's rows of two products, one of which gates the other.
 struct MatmulScratch {
   alignas(64) std::uint8_t tile[max_unit_rows * unit_column_block];
   alignas(64) float scales[max_unit_rows * max_groups_a_block];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
-  alignas(64) std::int32_t dots[2 * max_tokens_a_call * unit_row_step];
-  alignas(64) std::int32_t group_dots[unit_side * unit_side];
-  alignas(64) float streamed[max_unit_rows];
-  alignas(64) float gated[max_tokens_a_call][2][max_rows_a_call];
+  alignas(64) std::int32_t dots[2 * max_dots];
+  alignas(64) std::int32_t group_dots[3][unit_side * unit_side];
+  alignas(64) float rows[2][max_rows_a_call];
 };
 static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
+
+// The sums of a piece, [rows / block, max_tokens_a_call, codes and fine, block]: integers that are `offset` times the
+// sum of the activations too high, or floats where groups are scaled. int8 with `fine` has two of them, of which only
+// 128 times the first plus the second means something: kernels may split the sum as they like.
+struct PieceSums {
+  const std::int32_t* dots;
+  std::int64_t block;
+  std::int32_t offset;
+};
 
 // b3_strips times few tokens (matmul_sums-inl.h).
 struct SumKernels {
@@ -75,12 +82,18 @@ struct MatmulKernels {
   // codes [groups, group] -> sums [groups].
   void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
-  // y[:, begin:end] of a product, begin the first row of a strip, 0 < end - begin <= max_rows_a_call. group_sums, where the matrix has a
-  // summed_group: sum_groups of each token's codes, then, for int4, of its fine where there is one.
-  void (*multiply)(const Activations& x, const std::int32_t* group_sums, const Product& product,
-                   std::int64_t begin, std::int64_t end, MatmulScratch& scratch);
+  // The sums of rows [begin, end), begin the first row of a strip, end - begin at most max_rows_a_call, on a unit
+  // max_unit_rows. They lie in `dots`, max_dots of scratch.dots, or twice as many for max_unit_rows with `fine`.
+  // group_sums, where the matrix has a summed_group and no unit multiplies: sum_groups of each token's codes, then, for
+  // int4, of its fine.
+  PieceSums (*multiply)(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix, std::int64_t begin,
+                        std::int64_t end, std::int32_t* dots, MatmulScratch& scratch);
 
-  // For matrix units: from this many tokens on, activations are arranged in tiles; 0: never.
+  // The sums of token t -> y [end - begin], past the caches where it `streams`.
+  void (*finish_token)(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
+                       std::int64_t end, const PieceSums& sums, float* y, bool streams);
+
+  // From this many tokens on a matrix unit multiplies; 0: there is none.
   std::int64_t tiles_from;
 
   const SumKernels* sums;  // null: b3_strips are multiplied like other formats

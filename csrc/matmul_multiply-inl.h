@@ -21,7 +21,7 @@ TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64
 
 TARGET static void unpack_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                std::int64_t column, std::int64_t count, std::int64_t to_next,
-                               std::uint8_t* tile) {
+                               TilePlace tile) {
   if (matrix.format == WeightFormat::b3_strips) return unpack_b3_strips(matrix, begin, column, count, tile);
   for (std::int64_t r = begin; r < end; r += row_lanes) {
     const std::int64_t last = r + row_lanes < end ? r + row_lanes : end;
@@ -47,7 +47,7 @@ INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::
 // The integer sums of a piece, as of row_dots. Columns outside, so that activations that do not fit into
 // a cache are fetched once for all rows of the piece.
 TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                              const Activations& x, bool fine, MatmulScratch& scratch) {
+                              const Activations& x, bool fine, std::int32_t* dots, MatmulScratch& scratch) {
   const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
   const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
@@ -55,11 +55,11 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
     const std::int64_t words = packed::divide_up(count, 4);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
-                  to_next_tile(matrix, begin, end, r, c, block), scratch.tile);
+                  to_next_tile(matrix, begin, end, r, c, block), {scratch.tile, 0});
 #define TILE_DOTS(T)                                                                              \
   {                                                                                               \
     const std::int64_t at = t * x.stride + c;                                                     \
-    std::int32_t* to = scratch.dots + t * step + (r - begin);                                     \
+    std::int32_t* to = dots + t * step + (r - begin);                                     \
     tile_dots<T>(scratch.tile, x.codes + at, x.stride, words, c == 0, to, step);                  \
     if (fine) {                                                                                   \
       tile_dots<T>(scratch.tile, x.fine + at, x.stride, words, c == 0, to + max_rows_a_call, step); \
@@ -71,47 +71,68 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
   }
 }
 
-// The integer sums of group `index` of m tokens from t on and of 32 rows, [.., unit_side], times their scales, onto
-// float sums [.., unit_row_step].
-template <bool FIRST, bool SCALED>
-TARGET static void group_dots_to_floats(const GroupSums& of, std::int64_t index, const float* row_scales, const std::int32_t* dots,
-                                 float* sums, std::int64_t t, std::int64_t m) {
-  constexpr int vectors = unit_side / row_lanes;
-  Floats scales[vectors];
-  UNROLL for (int v = 0; v < vectors; ++v) scales[v] = load<Floats>(row_scales + v * row_lanes);
-  const std::int64_t sums_a_token = of.parts * of.in_row;
-  const std::int32_t* excess = of.code_sums + t * sums_a_token + index;
-  const float* activation_scale = SCALED ? of.activation_scales + t * of.in_row + index : nullptr;
-  for (std::int64_t i = 0; i < m; ++i, dots += unit_side, sums += unit_row_step, excess += sums_a_token) {
-    UNROLL for (int v = 0; v < vectors; ++v) {
-      Floats value = __builtin_convertvector(load<Sums>(dots + v * row_lanes) - *excess, Floats) * scales[v];
-      if constexpr (SCALED) value = value * *activation_scale;
-      store(sums + v * row_lanes, (FIRST ? Floats{} : load<Floats>(sums + v * row_lanes)) + value);
+// Multiplies the integer sums of a group [tokens, unit_side] by its scales and adds them to float sums, a few tokens a
+// call. SCALED: activations have scales of groups, too.
+template <bool SCALED>
+struct GroupConversion {
+  static constexpr int vectors = unit_side / row_lanes;
+  Floats scales[vectors] = {};
+  const std::int32_t* dots = nullptr;
+  float* sums = nullptr;
+  const float* activation_scale = nullptr;
+  std::int64_t to_next_scale = 0, tokens_a_call = 0, left = 0;
+
+  TARGET __attribute__((always_inline)) void convert(std::int64_t count) {
+    count = count < left ? count : left;
+    left -= count;
+    for (; count > 0; --count, dots += unit_side, sums += unit_side) {
+      UNROLL for (int v = 0; v < vectors; ++v) {
+        Floats value = __builtin_convertvector(load<Sums>(dots + v * row_lanes), Floats) * scales[v];
+        if constexpr (SCALED) value *= *activation_scale;
+        store(sums + v * row_lanes, load<Floats>(sums + v * row_lanes) + value);
+      }
+      if constexpr (SCALED) activation_scale += to_next_scale;
     }
-    if constexpr (SCALED) activation_scale += of.in_row;
   }
+  TARGET __attribute__((always_inline)) void operator()() { convert(tokens_a_call); }
+};
+
+// The tiles of tokens t to t + 31, from `column` on, a multiple of 64.
+INLINE UnitTiles token_tiles(const Activations& x, bool is_fine, std::int64_t t, std::int64_t column) {
+  const auto tile = [&](std::int64_t from) TARGET {
+    const std::int8_t* last = is_fine ? x.last_fine : x.last_codes;
+    const std::int8_t* codes = (is_fine ? x.fine : x.codes) + from * x.stride;
+    return (last && from + unit_tile > x.tokens ? last : codes) + column;
+  };
+  return {tile(t), x.stride, 64, t + unit_tile < x.tokens ? tile(t + unit_tile) - tile(t) : 0};
 }
 
-// The sums of a piece on a matrix unit, for activations that are arranged in tiles (matmul.h): as of row_dots, or the
-// float sums of groups, [.., unit_row_step]. All rows of a column block are unpacked before the tokens come. 32 rows of
-// it then stay in the first cache and meet all tokens, 32 at a time.
-template <class Unit>
+// The sums of a piece (PieceSums, blocks of unit_side rows) on a matrix unit. All rows of a column block are unpacked
+// before the tokens come. 32 rows of it then stay in the first cache and meet all tokens, 32 at a time. The sums of a
+// group become floats while the group after the next one is multiplied.
+template <class Unit, bool SCALED>
 TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
-                              bool fine, const std::int32_t* group_sums, MatmulScratch& scratch) {
+                              bool fine, std::int32_t* all_dots, MatmulScratch& scratch) {
   constexpr std::int64_t line = 4 * tile_rows;
-  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern, true);
-  const std::int64_t rows = end - begin, group = matrix.group;
-  const std::int64_t step = unit_row_step * (fine ? 2 : 1);
+  constexpr std::int64_t block = unit_column_block;
+  const std::int64_t rows = end - begin, group = matrix.group, parts = fine ? 2 : 1;
   // The second tile of a pair: the other half of the lines, or the next tile of rows.
   const std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
+  const std::uint8_t offset = matrix.format == WeightFormat::int8 ? 128 : 1;
   Unit unit;
   unit.begin();
+  std::int32_t* held = nullptr;
+  int turn = 0;
+  // Those of the last group, whose tiles are held while the next one is begun, and of the two before it.
+  GroupConversion<SCALED> conversions[3];
+  const auto conversion_of = [&](int by) TARGET -> auto& { return conversions[(turn + 3 - by) % 3]; };
+  Nothing nothing;
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t steps = packed::divide_up(group ? group : count, 64);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
-                  to_next_tile(matrix, begin, end, r, c, block), scratch.tile + (r - begin) * block);
+                  to_next_tile(matrix, begin, end, r, c, block), {scratch.tile + (r - begin) * block, offset});
     }
     for (std::int64_t g = 0; group && g < count / group; ++g) {
       for (std::int64_t r = 0; r < rows; r += row_lanes) {
@@ -122,48 +143,54 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
       const std::int64_t n = rows - r < unit_side ? rows - r : unit_side;
       for (std::int64_t t = 0; t < x.tokens; t += unit_side) {
         const std::int64_t m = x.tokens - t < unit_side ? x.tokens - t : unit_side;
-        const auto add_up = [&](const std::int8_t* tiles, std::int64_t from, bool first, std::int32_t* to,
-                                std::int64_t row_step) TARGET {
-          const UnitTiles tokens_of = {tiles + t * x.stride + from * unit_tile, 64, unit_tile_bytes, unit_tile * x.stride};
+        std::int32_t* dots = all_dots + (r * max_tokens_a_call + t * unit_side) * parts;
+        const auto add_up = [&](bool is_fine, std::int64_t from, bool first, std::int32_t* to,
+                                auto& between) TARGET {
+          const UnitTiles tokens_of = token_tiles(x, is_fine, t, from);
           const UnitTiles rows_of = {scratch.tile + r * block + (from - c) * tile_rows, line, unit_tile * line, second};
-          unit_sums<BytesOf::unsigned_b>(unit, m, n, tokens_of, rows_of, steps, first, to, row_step);
+          unit_sums<true>(unit, m, n, tokens_of, rows_of, steps, first, to, unit_side * parts, held, between);
         };
-        std::int32_t* dots = scratch.dots + t * step + r;
         if (!group) {
-          add_up(x.tiles, c, c == 0, dots, step);
-          if (fine) add_up(x.fine_tiles, c, c == 0, dots + unit_row_step, step);
+          add_up(false, c, c == 0, dots, nothing);
+          if (fine) add_up(true, c, c == 0, dots + unit_side, nothing);
           continue;
         }
-        const GroupSums of(matrix, x, group_sums);
-        float* sums = reinterpret_cast<float*>(dots);
+        const std::int64_t in_row = matrix.columns / group;
         for (std::int64_t g = 0; g < count / group; ++g) {
           const std::int64_t from = c + g * group;
-          const float* scales = scratch.scales + g * max_unit_rows + r;
-          add_up(x.tiles, from, true, scratch.group_dots, unit_side);
-          const auto to_floats = of.activation_scales
-                                     ? from == 0 ? group_dots_to_floats<true, true> : group_dots_to_floats<false, true>
-                                 : from == 0 ? group_dots_to_floats<true, false>
-                                             : group_dots_to_floats<false, false>;
-          to_floats(of, from / group, scales, scratch.group_dots, sums, t, m);
+          turn = (turn + 1) % 3;
+          add_up(false, from, true, scratch.group_dots[turn], conversion_of(2));
+          conversion_of(2).convert(unit_side);
+          GroupConversion<SCALED>& conversion = conversion_of(0);
+          UNROLL for (int v = 0; v < unit_side / row_lanes; ++v) {
+            conversion.scales[v] = load<Floats>(scratch.scales + g * max_unit_rows + r + v * row_lanes);
+          }
+          conversion.dots = scratch.group_dots[turn], conversion.sums = reinterpret_cast<float*>(dots);
+          conversion.activation_scale = SCALED ? x.scales + t * in_row + from / group : nullptr;
+          conversion.to_next_scale = in_row, conversion.left = m;
+          conversion.tokens_a_call = packed::divide_up(m, 2 * steps * (n > unit_tile ? 2 : 1));
+          if (from == 0) __builtin_memset(dots, 0, unit_side * unit_side * sizeof(float));
         }
       }
     }
   }
+  store_unit_sums<2, 2>(unit, held, unit_side * parts);
+  conversion_of(1).convert(unit_side);
+  conversion_of(0).convert(unit_side);
   unit.end();
 }
 
 // The float sums of a piece that is scaled by groups: sums [tokens, max_rows_a_call].
 TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                                    const Activations& x, const GroupSums& of, MatmulScratch& scratch) {
+                                    const Activations& x, const GroupSums& of, float* sums, MatmulScratch& scratch) {
   const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
   const bool fine = x.fine && matrix.format == WeightFormat::int4;
-  float* sums = reinterpret_cast<float*>(scratch.dots);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t first = c / of.group, groups = packed::divide_up(count, of.group);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
       const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
-      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c, block), scratch.tile);
+      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c, block), {scratch.tile, 0});
       scales_of_tile(matrix, r, last, first, groups, scratch.scales);
 #define TILE_GROUPS(T)                                                                            \
   {                                                                                               \
@@ -177,25 +204,37 @@ TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, st
   }
 }
 
-// The sums of a piece -> y, past the caches where it `streams`.
-TARGET static void finish(const Activations& x, const Product& product, std::int64_t begin, std::int64_t end,
-                          const std::int32_t* dots, std::int64_t step, std::int32_t offset, MatmulScratch& scratch) {
-  const std::int64_t dots_a_token = step * (x.fine && product.matrix->format == WeightFormat::int8 ? 2 : 1);
-  for (std::int64_t t = 0; t < x.tokens; ++t, dots += dots_a_token) {
-    float* y = product.y + t * product.y_stride + begin;
-    finish_token(x, t, product, begin, end, dots, step, offset, product.streams ? scratch.streamed : y);
-    if (!product.streams) continue;
-    std::int64_t r = 0;
-    for (; r + row_lanes <= end - begin; r += row_lanes) stream(y + r, load<Floats>(scratch.streamed + r));
-    for (; r < end - begin; ++r) y[r] = scratch.streamed[r];
+// finish_token by whole vectors.
+TARGET static void finish_by_vectors(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
+                                     std::int64_t end, const PieceSums& sums, float* y, bool streams) {
+  const Matrix& matrix = *product.matrix;
+  const bool has_groups = matrix.summed_group() != 0;
+  if (x.fine && matrix.format == WeightFormat::int8) return finish_token(x, t, product, begin, end, sums, y, false);
+  const float scale = x.group ? 1.0f : x.scales[t], of_all = scale * matrix.scale;
+  const std::uint32_t excess = sums.offset * x.sums[t];
+  for (std::int64_t first = begin; first < end; first += sums.block) {
+    const std::int32_t* dots = sums.dots + (first - begin) * max_tokens_a_call + t * sums.block;
+    const std::int64_t last = first + sums.block < end ? first + sums.block : end;
+    std::int64_t r = first;
+    for (; r + row_lanes <= last; r += row_lanes, dots += row_lanes, y += row_lanes) {
+      Floats value;
+      if (has_groups) {
+        value = load<Floats>(dots) * scale;
+      } else {
+        const Sums exact = bit_cast<Sums>(load<Words>(dots) - excess);
+        value = __builtin_convertvector(exact, Floats);
+        value = matrix.scales ? value * (scale * load<Floats>(matrix.scales + r)) : value * of_all;
+      }
+      if (product.bias) value += load<Floats>(product.bias + r);
+      streams ? stream(y, value) : store(y, value);
+    }
+    if (r < last) finish_rows(x, t, product, r, last, sums, dots, y);
   }
 }
 
 template <class Unit>
-TARGET static void multiply_on(const Activations& x, const std::int32_t* group_sums,
-                               const Product& product, std::int64_t begin, std::int64_t end,
-                               MatmulScratch& scratch) {
-  const Matrix& matrix = *product.matrix;
+TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix,
+                                    std::int64_t begin, std::int64_t end, std::int32_t* dots, MatmulScratch& scratch) {
   const WeightFormat format = matrix.format;
   const bool of_i2 = format == WeightFormat::i2;
   const bool looks_up = format == WeightFormat::lookup && VECTOR_BYTES == 64, by_sums = format == WeightFormat::b3_strips && x.sum_tables;
@@ -204,31 +243,34 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
   // For one token, 256 bits read rows of int8 from memory a sixth faster (measured on a Zen 4).
   if constexpr (VECTOR_BYTES == 64) {
-    if (is_int8 && x.tokens == 1 && !x.tiles) return matmul_avx2.multiply(x, group_sums, product, begin, end, scratch);
+    if (is_int8 && x.tokens == 1 && !x.on_unit) {
+      return matmul_avx2.multiply(x, group_sums, matrix, begin, end, dots, scratch);
+    }
   }
   const bool fine = x.fine && is_int8;
-  std::int32_t* dots = scratch.dots;
   float* sums = reinterpret_cast<float*>(dots);
   std::int32_t offset = is_int8 ? int8_offset : 1;
-  std::int64_t step = max_rows_a_call;
+  std::int64_t rows = max_rows_a_call;
 #if defined(NARROW_SUMS)
-  const bool wide = !x.tiles && tiles && (is_int8 || is_int4);
+  const bool wide = !x.on_unit && tiles && (is_int8 || is_int4);
   if (wide) {
-    wide_piece(matrix, begin, end, x, scratch);
+    wide_piece(matrix, begin, end, x, dots, scratch);
     offset = 0;
   }
 #else
   constexpr bool wide = false;
 #endif
-  if (Unit::is_there && x.tiles) {
-    if constexpr (Unit::is_there) unit_piece<Unit>(matrix, begin, end, x, fine, group_sums, scratch);
-    offset = is_int8 ? 128 : 1;
-    step = unit_row_step;
+  if (Unit::is_there && x.on_unit) {
+    if constexpr (Unit::is_there) {
+      (x.group ? unit_piece<Unit, true> : unit_piece<Unit, false>)(matrix, begin, end, x, fine, dots, scratch);
+    }
+    offset = 0;
+    rows = unit_side;
   } else if (wide) {
   } else if (tiles && (is_int4 || matrix.group)) {
-    group_tile_piece(matrix, begin, end, x, GroupSums(matrix, x, group_sums), scratch);
+    group_tile_piece(matrix, begin, end, x, GroupSums(matrix, x, group_sums), sums, scratch);
   } else if (tiles) {
-    tile_piece(matrix, begin, end, x, fine, scratch);
+    tile_piece(matrix, begin, end, x, fine, dots, scratch);
     offset = is_int8 ? 128 : 1;
   } else if (by_sums) {
     sum_kernels->sum_strips(matrix, begin, end, x, sums);
@@ -260,5 +302,5 @@ TARGET static void multiply_on(const Activations& x, const std::int32_t* group_s
       dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin));
     }
   }
-  finish(x, product, begin, end, dots, step, offset, scratch);
+  return {dots, rows, offset};
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many tokens: weights unpacked once to tiles of unsigned bytes and reused by all tokens. Included by
+// Many tokens: weights unpacked once to tiles of bytes and reused by all tokens. Included by
 // matmul-inl.h, with
 //   tile_vectors       vectors of rows of a tile; lane i of vector v is row v * lanes + i
 //   tile_tokens        tokens whose sums stay in registers
@@ -36,14 +36,22 @@ INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::i
   return rows;
 }
 
+// The destination of unpacked weights, and what is subtracted from each.
+struct TilePlace {
+  std::uint8_t* at;
+  std::uint8_t offset;
+
+  TARGET __attribute__((always_inline)) TilePlace operator+(std::int64_t bytes) const { return {at + bytes, offset}; }
+};
+
 // Four columns of the rows of a vector, of which the first lies at `tile`.
 template <class V>
-INLINE void store_word(std::uint8_t* tile, std::int64_t column, const V& weights) {
-  std::uint8_t* to = tile + column / tile_columns * tile_columns * tile_rows;
+INLINE void store_word(const TilePlace& tile, std::int64_t column, const V& weights) {
+  std::uint8_t* to = tile.at + column / tile_columns * tile_columns * tile_rows;
   if constexpr (tile_columns == 4) {
-    store(to, weights);
+    store(to, weights - tile.offset);
   } else {
-    const auto words = bit_cast<Vector<std::int32_t, sizeof(V)>>(weights);
+    const auto words = bit_cast<Vector<std::int32_t, sizeof(V)>>(weights - tile.offset);
     UNROLL for (int i = 0; i < int(sizeof(V) / 4); ++i) {
       const std::int32_t word = words[i];
       __builtin_memcpy(to + i * tile_columns + column % tile_columns, &word, 4);
@@ -63,7 +71,7 @@ INLINE void load_square(const RowPointers& rows, std::int64_t offset, Bytes* squ
 // Columns [begin, begin + count) of i2. Blocks are transposed while they are packed: one word then holds four columns
 // of each plane.
 INLINE void unpack_i2(const RowPointers& rows, std::int64_t columns, std::int64_t begin, std::int64_t count,
-                      std::uint8_t* tile) {
+                      TilePlace tile) {
   for (std::int64_t c = 0; c < count; c += packed::i2_block_weights) {
     const std::int64_t left = columns - begin - c;
     const std::int64_t step = left < packed::i2_block_weights ? packed::i2_plane_bytes(left) : block_bytes;
@@ -80,7 +88,7 @@ INLINE void unpack_i2(const RowPointers& rows, std::int64_t columns, std::int64_
 
 // i2 in strips, which are tiles but for their bits.
 INLINE void unpack_strip(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                         std::uint8_t* tile) {
+                         TilePlace tile) {
   const std::uint8_t* words = matrix.data + row / strip_rows * strip_rows * matrix.row_stride +
                               row % strip_rows * 4 + begin / strip_columns * 64;
   for (std::int64_t c = 0; c < count; c += strip_columns, words += 64) {
@@ -91,7 +99,7 @@ INLINE void unpack_strip(const Matrix& matrix, std::int64_t row, std::int64_t be
 
 // The same of lookup; `begin` is the first of three groups.
 INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                                std::uint8_t* tile) {
+                                TilePlace tile) {
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   const std::int64_t group = matrix.group, first = lookup::strip_place(matrix.columns, group, begin).block;
   const std::uint8_t* block = matrix.data + row / strip_rows * strip_rows * matrix.row_stride + row % strip_rows * 4 +
@@ -116,7 +124,7 @@ INLINE void unpack_lookup_strip(const Matrix& matrix, std::int64_t row, std::int
 // A segment of b3_strips of a tile's rows. 128 bits hold a code of sixteen rows: in a vector lie those of the first four codes,
 // then those of the last four, and so on. Side by side, four codes of a row are words of four columns.
 template <int CODES>
-INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
+INLINE void unpack_b3_segment(const std::uint8_t* at, TilePlace tile) {
   static_assert(tile_rows == (quads > 1 ? 8 * quads : 16));
   constexpr int strip = b3_strips::rows, last = b3_strips::segment_bytes(CODES) - 1, in_half = CODES == 3 ? 0 : 2;
   const LookupTable fields = lookup_table(b3_strips::tables.fields);
@@ -160,7 +168,7 @@ INLINE void unpack_b3_segment(const std::uint8_t* at, std::uint8_t* tile) {
 
 // Columns [begin, begin + count) of a tile's rows from `row` on; `begin` is the first of a part.
 TARGET static void unpack_b3_strips(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                                    std::uint8_t* tile) {
+                                    TilePlace tile) {
   const std::int64_t part = b3_strips::part_columns(matrix.group), in_strip = row % b3_strips::rows;
   const std::uint8_t* at = matrix.data + (row - in_strip) * matrix.row_stride + in_strip +
                            begin / part * b3_strips::part_bytes(part) * b3_strips::rows;
@@ -172,7 +180,7 @@ TARGET static void unpack_b3_strips(const Matrix& matrix, std::int64_t row, std:
 }
 
 INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count,
-                        std::uint8_t* tile) {
+                        TilePlace tile) {
   for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
     Bytes square[row_lanes];
     load_square(rows, begin + c, square);
@@ -182,7 +190,7 @@ INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_
 
 // Low and high nibbles are columns 32 apart. Vectors may hold a group more than there is.
 INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_t count,
-                        std::uint8_t* tile) {
+                        TilePlace tile) {
   constexpr int half = int4_group / 2;
   for (std::int64_t c = 0; c < count; c += 2 * VECTOR_BYTES) {
     Bytes square[row_lanes];
@@ -199,7 +207,7 @@ INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_
 // Strips of lookup; up to a block more. Codes are transposed, not weights.
 template <class Planes>
 INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t begin, std::int64_t count,
-                          std::int64_t to_next, std::uint8_t* tile) {
+                          std::int64_t to_next, TilePlace tile) {
   constexpr int block_columns = Planes::shape.block_columns(), block_size = Planes::shape.vectors() * block_bytes;
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   for (std::int64_t c = 0; c < count; c += block_columns) {
@@ -227,12 +235,12 @@ INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t b
 }
 
 // Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile:
-// weights plus 1, 128 or 8, by format. May write up to 64 columns more, within the column block.
+// weights plus 1, 128 or 8, by format, less the offset. May write up to 64 columns more, within the column block.
 // `column` is a multiple of column_block; to_next as of RowPointers.
 TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, std::int64_t begin,
                                                          std::int64_t end, std::int64_t column,
                                                          std::int64_t count, std::int64_t to_next,
-                                                         std::uint8_t* tile) {
+                                                         TilePlace tile) {
   if (matrix.in_strips() && matrix.format == WeightFormat::lookup) {
     return unpack_lookup_strip(matrix, begin, column, count, tile);
   }

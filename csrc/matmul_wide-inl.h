@@ -54,7 +54,7 @@ TARGET __attribute__((noinline)) static void widen_rows(const Matrix& matrix, st
 template <int T>
 INLINE void widen_activations(const std::int8_t* codes, const std::int8_t* fine, std::int64_t stride,
                               std::int64_t count, std::int16_t* out) {
-  const std::int64_t whole = activation_stride(count);
+  const std::int64_t whole = packed::divide_up(count, 64) * 64;
   for (int t = 0; t < T; ++t, out += wide_block) {
     const std::int8_t* coarse = codes + t * stride;
     for (std::int64_t c = 0; c < whole; ++c) out[c] = std::int16_t(coarse[c] * 128);
@@ -122,7 +122,7 @@ TARGET static void wide_int4(const std::uint8_t* tile, const std::int16_t* x, co
 // The sums of a piece: of int8 integers as of row_dots, of int4 floats [tokens, max_rows_a_call]. All rows
 // of the piece are unpacked before the tokens are widened, which is then done once.
 TARGET static void wide_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                              const Activations& x, MatmulScratch& scratch) {
+                              const Activations& x, std::int32_t* dots, MatmulScratch& scratch) {
   const bool int4 = matrix.format == WeightFormat::int4;
   const std::int64_t step = max_rows_a_call * (x.fine && !int4 ? 2 : 1);
   const std::int64_t row_bytes = wide_block / (int4 ? 2 : 1);
@@ -151,7 +151,7 @@ TARGET static void wide_piece(const Matrix& matrix, std::int64_t begin, std::int
     widen_activations<T>(x.codes + at, x.fine ? x.fine + at : nullptr, x.stride, count, wide);      \
     for (std::int64_t i = 0; i < tiles; ++i) {                                                      \
       const std::uint8_t* tile = scratch.tile + i * wide_tile_bytes;                                \
-      std::int32_t* to = scratch.dots + t * step + i * tile_rows;                                   \
+      std::int32_t* to = dots + t * step + i * tile_rows;                                           \
       if (int4) {                                                                                   \
         wide_int4<T>(tile, wide, scratch.scales + i * tile_groups * tile_rows, groups, c == 0,      \
                      reinterpret_cast<float*>(to), step);                                           \

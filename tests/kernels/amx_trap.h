@@ -29,7 +29,7 @@ struct Tiles {
   std::uint8_t bytes[8][16][64] = {};
 };
 inline thread_local Tiles tiles;
-inline long signed_products = 0, unsigned_products = 0;
+inline long products = 0;
 
 inline void require(bool holds, const char* what) {
   if (holds) return;
@@ -84,7 +84,7 @@ inline void configure(const std::uint8_t* shape) {
   tiles.configured = true;
 }
 
-inline void multiply(int c, int a, int b, bool is_signed) {
+inline void multiply(int c, int a, int b) {
   const std::int64_t depth = tiles.line_bytes[a] / 4;
   require(tiles.lines[c] == tiles.lines[a] && tiles.line_bytes[c] == tiles.line_bytes[b] &&
               depth == tiles.lines[b] && c != a && c != b && a != b, "tiles of a product that do not fit together");
@@ -94,15 +94,13 @@ inline void multiply(int c, int a, int b, bool is_signed) {
       std::memcpy(&sum, &tiles.bytes[c][m][4 * n], 4);
       for (int k = 0; k < depth; ++k) {
         for (int i = 0; i < 4; ++i) {
-          const std::uint8_t y = tiles.bytes[b][k][4 * n + i];
-          const int x = std::int8_t(tiles.bytes[a][m][4 * k + i]);
-          sum += std::uint32_t(x * (is_signed ? std::int8_t(y) : y));
+          sum += std::uint32_t(std::int8_t(tiles.bytes[a][m][4 * k + i]) * std::int8_t(tiles.bytes[b][k][4 * n + i]));
         }
       }
       std::memcpy(&tiles.bytes[c][m][4 * n], &sum, 4);
     }
   }
-  ++(is_signed ? signed_products : unsigned_products);
+  ++products;
 }
 
 // A three-byte VEX prefix, an opcode of the map 0F 38, ModRM.
@@ -136,8 +134,8 @@ inline void on_illegal_instruction(int, siginfo_t*, void* raw) {
         std::memcpy(stores ? line : tiles.bytes[tile][i], stores ? tiles.bytes[tile][i] : line, size);
       }
       length = 4 + memory.bytes;
-    } else if (opcode == 0x5E && in_registers && (prefix == xF2 || prefix == xF3)) {
-      multiply(tile, other, third, prefix == xF2);
+    } else if (opcode == 0x5E && in_registers && prefix == xF2) {
+      multiply(tile, other, third);
     } else {
       require(false, "an instruction of AMX that matrix_unit.h does not write");
     }
@@ -153,9 +151,4 @@ inline void emulate_amx() {
   action.sa_sigaction = amx_trap::on_illegal_instruction;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGILL, &action, nullptr);
-}
-
-// Products that have been met: of "tdpbssd" or of "tdpbsud".
-inline long amx_products(const char* name) {
-  return std::strcmp(name, "tdpbssd") ? amx_trap::unsigned_products : amx_trap::signed_products;
 }

@@ -96,7 +96,7 @@ def measure_formats(
     view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(memory.address))
     view[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), memory.size)
     x = np.random.default_rng(0).standard_normal(COLUMNS, np.float32)
-    codes = np.zeros(COLUMNS + _cpu.ACTIVATION_SLACK, np.int8)
+    codes = np.zeros(COLUMNS + 64 + _cpu.ACTIVATION_SLACK, np.int8)
     scales, sums = np.zeros(1, np.float32), np.zeros(1, np.int32)
     activations = _cpu.Activations(
         1, COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
