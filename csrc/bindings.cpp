@@ -2,18 +2,12 @@
 // Python's view: addresses and sizes in, nothing owned. The caller keeps the arrays alive and passes
 // sizes that fit. The GIL is released during work.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
 #include "bindings.h"
 #include "delta_net.h"
 #include "ops.h"
 #include "platform.h"
 #include "roofline.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace sparse_bitnet;
 
 namespace {

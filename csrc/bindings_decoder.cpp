@@ -15,34 +15,22 @@
 // lengths beyond a sequence and token ids outside the vocabulary. Nothing has changed then.
 
 #include <cmath>
-#include <cstdint>
 #include <memory>
 #include <mutex>
-#include <new>
-#include <stdexcept>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
 #include "decoder.h"
 #include "platform.h"
 
-namespace nb = nanobind;
-
 namespace sparse_bitnet {
 namespace {
 
 constexpr std::int64_t max_positions = std::int64_t(1) << 24;
-
-using RequestArguments = std::tuple<int, Address, std::int64_t>;
 
 const float* floats(Address address, const std::string& name) {
   require(address != 0, name + ": the address is 0");
@@ -227,9 +215,8 @@ class DecoderHandle {
             "context_length is outside 1..2^24");
     require(cache_tokens >= 1 && cache_tokens <= (std::int64_t(1) << 31),
             "cache_tokens is outside 1..2^31");
-    decoder_ = std::make_unique<Decoder>(
-        builder.complete(),
-        DecoderOptions{threads, cache, context_length, cache_tokens, kernels});
+    decoder_ = std::make_unique<Decoder>(builder.complete(),
+                                         DecoderOptions{threads, cache, context_length, cache_tokens, kernels});
   }
 
   ~DecoderHandle() {
@@ -247,22 +234,18 @@ class DecoderHandle {
   // Frees the decoder; the memory that it points to may then be freed. In the child of a fork, which may have
   // caught the parent in the middle of a call, the decoder is leaked.
   void shut() {
-    if (is_forked()) {
-      static_cast<void>(decoder_.release());
-      return;
-    }
+    if (is_forked()) return static_cast<void>(decoder_.release());
     const auto lock = enter();
     decoder_.reset();
   }
 
-  void forward(const std::vector<RequestArguments>& arguments, Logits which, Address logits) {
+  void forward(const std::vector<std::tuple<int, Address, std::int64_t>>& arguments, Logits which, Address logits) {
     require(which == Logits::none || logits != 0, "logits: the address is 0");
     require(logits % alignof(float) == 0, "logits: not aligned to 4 bytes");
     std::vector<Request> requests;
     requests.reserve(arguments.size());
     for (const auto& [sequence, tokens, count] : arguments) {
       require(tokens != 0 && tokens % alignof(std::int32_t) == 0, "tokens: not aligned to 4 bytes");
-      require(count >= 1, "a request has no tokens");
       requests.push_back({sequence, pointer<const std::int32_t>(tokens), count});
     }
     use([&](Decoder& decoder) {
@@ -308,7 +291,6 @@ auto used(Result (Decoder::*method)(Arguments...) const) {
 }  // namespace
 
 void bind_decoder(nb::module_& module) {
-  using namespace nb::literals;
   module.attr("PAGE_TOKENS") = page_tokens;
   nb::enum_<Activation>(module, "Activation")
       .value("silu", Activation::silu)

@@ -4,15 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
 #include "bindings.h"
 #include "matmul.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace sparse_bitnet {
 namespace {

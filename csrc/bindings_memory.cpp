@@ -2,20 +2,13 @@
 // Loading for Python: memory for weights, and what is written into it.
 
 #include <optional>
-#include <string>
 #include <tuple>
 
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 
 #include "bindings.h"
 #include "loading.h"
 #include "platform.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace sparse_bitnet {
 namespace {
@@ -57,9 +50,7 @@ void make_stored_table(StoredTable* place, TableType type, std::int64_t rows, st
 using Report = std::tuple<std::uint32_t, bool, std::optional<std::string>>;
 
 Report report(const Loaded& loaded) {
-  std::optional<std::string> damage;
-  if (loaded.damage != nullptr) damage = loaded.damage;
-  return {loaded.crc32, loaded.is_readable, damage};
+  return {loaded.crc32, loaded.is_readable, loaded.damage ? std::optional<std::string>(loaded.damage) : std::nullopt};
 }
 
 Report repack_matrix(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
