@@ -151,15 +151,6 @@ Decoder::Decoder(Model model, const DecoderOptions& options)
 
 Decoder::~Decoder() = default;
 
-// Leaves the first `length` tokens of a sequence, or as many as its state allows.
-void Decoder::State::cut(int sequence, std::int64_t length) {
-  if (states.is_used()) {
-    length = states.held(sequence, std::min(length, cache.length(sequence)));
-    states.cut(sequence, length);
-  }
-  cache.truncate(sequence, length);
-}
-
 int Decoder::open() {
   const int sequence = state_->cache.open();
   state_->states.open(sequence);
@@ -178,7 +169,14 @@ int Decoder::fork(int sequence, std::int64_t length) {
   return forked;
 }
 
-void Decoder::truncate(int sequence, std::int64_t length) { state_->cut(sequence, length); }
+void Decoder::truncate(int sequence, std::int64_t length) {
+  RecurrentStates& states = state_->states;
+  if (states.is_used()) {
+    length = states.held(sequence, std::min(length, state_->cache.length(sequence)));
+    states.cut(sequence, length);
+  }
+  state_->cache.truncate(sequence, length);
+}
 
 std::int64_t Decoder::length(int sequence) const { return state_->cache.length(sequence); }
 
@@ -212,7 +210,7 @@ void Decoder::forward(const Request* requests, int count, Logits which, float* l
     state.run(requests, count, lengths.data(), has_states ? steps.data() : nullptr, which, logits);
     if (has_states) state.states.commit(steps, growths);
   } catch (...) {
-    for (int r = 0; r < count; ++r) state.cut(requests[r].sequence, lengths[r]);
+    for (int r = 0; r < count; ++r) truncate(requests[r].sequence, lengths[r]);
     throw;
   }
 }

@@ -98,7 +98,6 @@ struct Decoder::State {
   void reserve_positions(std::int64_t positions);
   void run(const Request* requests, int count, const std::int64_t* lengths,
            const RecurrentStates::Step* steps, Logits which, float* logits);
-  void cut(int sequence, std::int64_t length);
   void run_chunk(const std::int32_t* const* tokens, Logits which, float* logits);
   void attend(const Block& block, std::int64_t tokens, bool add);
   void gate_attended(std::int64_t tokens);

@@ -24,19 +24,16 @@ std::int64_t RecurrentStates::held(int sequence, std::int64_t length) const {
   return longest;
 }
 
-void RecurrentStates::cut(Sequence& sequence, std::int64_t length) {
-  std::vector<State>& states = sequence.states;
-  while (!states.empty() && states.back().length > length) states.pop_back();
-  sequence.prompt_snapshot = 0;
+void RecurrentStates::cut(int sequence, std::int64_t length) {
+  Sequence& longer = sequences_.at(sequence);
+  while (!longer.states.empty() && longer.states.back().length > length) longer.states.pop_back();
+  longer.prompt_snapshot = 0;
 }
 
-void RecurrentStates::cut(int sequence, std::int64_t length) { cut(sequences_.at(sequence), length); }
-
 void RecurrentStates::fork(int from, int to, std::int64_t length) {
-  Sequence forked = sequences_.at(from);
-  cut(forked, length);
+  const Sequence& forked = sequences_.emplace(to, sequences_.at(from)).first->second;
+  cut(to, length);
   if (!forked.states.empty()) forked.states.back().buffer->used = ++clock_;
-  sequences_[to] = std::move(forked);
 }
 
 bool RecurrentStates::drop_snapshot() {

@@ -78,7 +78,6 @@ class RecurrentStates {
     std::int64_t prompt_snapshot = 0;  // length of the snapshot of the prompt that is being computed, or 0
   };
 
-  static void cut(Sequence& sequence, std::int64_t length);
   bool drop_snapshot();
   Shared make();
 
