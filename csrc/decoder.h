@@ -107,7 +107,7 @@ constexpr std::int64_t page_tokens = 64;
 
 struct Request {
   int sequence;
-  const std::int32_t* tokens;  // each in [0, vocab): checked by the caller
+  const std::int32_t* tokens;  // each in [0, vocab)
   std::int64_t count;          // >= 1
 };
 

@@ -6,13 +6,6 @@
 #include "decoder_state.h"
 
 namespace sparse_bitnet {
-namespace {
-
-bool is_quantised(const Table& table) {
-  return table.type != TableType::bfloat16 && table.type != TableType::float32;
-}
-
-}  // namespace
 
 // Products of the residual's norm, as `norm_tokens` makes it; `own`: of each product, or null.
 void Decoder::State::multiply_normed(std::int64_t tokens, const float* weight, bool add,
@@ -134,7 +127,8 @@ void Decoder::State::feed_forward(const Block& block, std::int64_t tokens) {
 void Decoder::State::write_logits(Logits which, float* logits) {
   const std::int64_t tokens = std::int64_t(wanted.size()), n = model.hidden;
   const Table& table = model.head;
-  const bool ends_here = which == Logits::hidden, codes = !ends_here && is_quantised(table);
+  const bool ends_here = which == Logits::hidden;
+  const bool codes = !ends_here && table.type != TableType::bfloat16 && table.type != TableType::float32;
   if (codes) head_codes.reserve(tokens, n, table.group == 0, table.group);
   each_token(tokens, n, [&](std::int64_t token, int) {
     float* x = &residual[token * n];

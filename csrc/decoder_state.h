@@ -22,8 +22,8 @@ namespace sparse_bitnet {
 class ActivationBuffer {
  public:
   void reserve(std::int64_t tokens, std::int64_t columns, bool fine, std::int64_t group) {
-    if (tokens <= tokens_) return;
-    tokens_ = 0;  // until everything is allocated
+    if (tokens <= view_.tokens) return;
+    view_.tokens = 0;  // until everything is allocated
     const std::int64_t stride = activation_stride(columns);
     const std::size_t bytes = std::size_t(tokens * stride + activation_slack);
     codes_.assign(bytes, 0);
@@ -33,7 +33,6 @@ class ActivationBuffer {
     scales_.assign(tokens * view_.scales_a_token(), 0);
     sums_.assign(tokens * view_.scales_a_token(), 0);
     fine_sums_.assign(tokens, 0);
-    tokens_ = tokens;
     view_ = {tokens, columns, stride, codes_.data(), fine ? fine_.data() : nullptr, scales_.data(),
              sums_.data(), fine ? fine_sums_.data() : nullptr, false, nullptr, nullptr, group};
   }
@@ -42,7 +41,6 @@ class ActivationBuffer {
   Activations rows(std::int64_t first, std::int64_t count) const { return view_.range(first, first + count); }
 
  private:
-  std::int64_t tokens_ = 0;
   AlignedVector<std::int8_t> codes_, fine_;
   std::vector<float> scales_;
   std::vector<std::int32_t> sums_, fine_sums_;

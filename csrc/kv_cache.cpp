@@ -27,8 +27,8 @@ KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std
   const std::int64_t key_dim = type == CacheType::int4 ? packed::divide_up(head_dim, 8) * 8 : four_dim(head_dim);
   key_bytes_ = round_up(key_dim * page_tokens * bits / 8);
   value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * bits / 8);
-  scale_bytes_ = has_codes(type) ? page_tokens * std::int64_t(sizeof(float)) : 0;
-  head_bytes_ = key_bytes_ + value_bytes_ + 2 * scale_bytes_;
+  const std::int64_t scale_bytes = has_codes(type) ? page_tokens * std::int64_t(sizeof(float)) : 0;
+  head_bytes_ = key_bytes_ + value_bytes_ + 2 * scale_bytes;
   page_bytes_ = layers * kv_heads * head_bytes_;
   const std::int64_t count = pages_of(cache_tokens);
   if (count > std::numeric_limits<std::int32_t>::max() ||
@@ -49,9 +49,7 @@ KvCache::Sequence& KvCache::find(int sequence) {
   return entry->second;
 }
 
-const KvCache::Sequence& KvCache::find(int sequence) const {
-  return const_cast<KvCache*>(this)->find(sequence);
-}
+const KvCache::Sequence& KvCache::find(int sequence) const { return const_cast<KvCache*>(this)->find(sequence); }
 
 std::int32_t KvCache::take_page() {
   const std::int32_t page = free_.back();
@@ -148,13 +146,11 @@ void KvCache::extend(int sequence, std::int64_t count) {
 const std::int32_t* KvCache::pages(int sequence) const { return find(sequence).pages.data(); }
 
 PageView KvCache::view(std::int32_t page, std::int64_t layer, std::int64_t kv_head) const {
-  std::uint8_t* keys =
-      data_->data() + page * page_bytes_ + (layer * kv_heads_ + kv_head) * head_bytes_;
+  std::uint8_t* keys = data_->data() + page * page_bytes_ + (layer * kv_heads_ + kv_head) * head_bytes_;
   std::uint8_t* values = keys + key_bytes_;
   float* scales = reinterpret_cast<float*>(values + value_bytes_);
   const bool has_scales = has_codes(type_);
-  return {keys, values, has_scales ? scales : nullptr,
-          has_scales ? scales + page_tokens : nullptr};
+  return {keys, values, has_scales ? scales : nullptr, has_scales ? scales + page_tokens : nullptr};
 }
 
 }  // namespace sparse_bitnet

@@ -84,8 +84,7 @@ class KvCache {
   bool must_copy_last(const Sequence& sequence) const;
 
   CacheType type_;
-  std::int64_t kv_heads_;
-  std::int64_t key_bytes_, value_bytes_, scale_bytes_, head_bytes_, page_bytes_;
+  std::int64_t kv_heads_, key_bytes_, value_bytes_, head_bytes_, page_bytes_;
   std::unique_ptr<HugeBuffer> data_;
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;  // a stack: recently used pages come first
