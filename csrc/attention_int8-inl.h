@@ -26,9 +26,8 @@ INLINE void multiply_codes(const std::int8_t* a, std::int64_t a_stride, const st
                            const std::int8_t* b, std::int64_t b_stride, std::int64_t depth,
                            std::ptrdiff_t ahead, Ints (&sum)[ROWS][VECTORS]) {
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    UNROLL for (int v = 0; v < VECTORS; ++v) {
-      sum[r][v] = SIGNED && DOT_OFFSET ? splat(sums[r] * -DOT_OFFSET) : Ints{};
-    }
+    const Ints start = SIGNED && DOT_OFFSET ? splat(sums[r] * -DOT_OFFSET) : Ints{};
+    UNROLL for (int v = 0; v < VECTORS; ++v) sum[r][v] = start;
   }
   NO_UNROLL for (std::int64_t k = 0; k < depth; ++k) {
     const std::int8_t* line = b + k * b_stride;
@@ -199,8 +198,7 @@ INLINE void probability_codes(const std::int32_t* scores, float largest, const V
   UNROLL for (int v = 0; v < vectors; ++v) {
     const Floats probability = power_of_two(load<Floats>(scores + v * width) - largest);
     added[v % sum_vectors] += probability;
-    // Rounded half to even by an addition, see quantize-inl.h.
-    code[v] = bit_cast<Ints>(probability * values.over_largest[v] + 12582912.0f) & 0xff;
+    code[v] = bit_cast<Ints>(probability * values.over_largest[v] + round_to_low_bits) & 0xff;
   }
   UNROLL for (int v = 0; v < vectors / 4; ++v) {
     store(codes + 4 * v * width, code[v] | code[v + vectors / 4] << 8 | code[v + vectors / 2] << 16 |

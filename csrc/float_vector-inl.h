@@ -118,11 +118,13 @@ INLINE Floats fused_in_software(const Floats& a, const Floats& b, const Floats& 
 }
 #endif
 
+// Adding this to a float of at most 2^22 rounds it half to even to an integer, which is in the low bits of the sum.
+constexpr float round_to_low_bits = 12582912.0f;
+
 // e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
 // as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with
 // |r| <= ln 2 / 2, ln 2 in two parts; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27.
 INLINE Floats bounded_exponential(const Floats& x) {
-  constexpr float round_to_low_bits = 12582912.0f;
   const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
   const Floats shifted = FUSED(bounded, splat(1.44269504f), splat(round_to_low_bits));
   const Floats n = shifted - round_to_low_bits;
@@ -142,7 +144,6 @@ INLINE Floats bounded_exponential(const Floats& x) {
 // 2^x for x <= 0: zero below -126, NaN for NaN. Within 2e-7 of it: x = n + r with |r| <= 1/2, both exact, 2^r by its
 // Taylor polynomial of degree 6, whose remainder is below 2^-22.9.
 INLINE Floats power_of_two(const Floats& x) {
-  constexpr float round_to_low_bits = 12582912.0f;
   const Floats bounded = larger(splat(-126.0f), x), shifted = bounded + round_to_low_bits;
   const Floats r = bounded - (shifted - round_to_low_bits);
   Floats y = FUSED(splat(1.54035304e-4f), r, splat(1.33335581e-3f));

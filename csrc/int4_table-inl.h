@@ -15,27 +15,13 @@ INLINE float extreme_of(const Group& values) {
     largest = larger(largest, values.v[i]);
     smallest = smaller(smallest, values.v[i]);
   }
-  constexpr int quads = width / 4;
-  Quad high[quads], low[quads];
-  __builtin_memcpy(high, &largest, sizeof high);
-  __builtin_memcpy(low, &smallest, sizeof low);
-  UNROLL for (int i = 1; i < quads; ++i) {
-    high[0] = high[i] > high[0] ? high[i] : high[0];
-    low[0] = low[i] < low[0] ? low[i] : low[0];
-  }
-  float most = high[0][0], least = low[0][0];
-  UNROLL for (int k = 1; k < 4; ++k) {
-    most = high[0][k] > most ? high[0][k] : most;
-    least = low[0][k] < least ? low[0][k] : least;
-  }
+  const float most = largest_lane(largest), least = -largest_lane(-smallest);
   return most > -least ? most : least;
 }
 
 // Codes within -8..7, as floats.
 INLINE Floats round_values(const Floats& values, float inverse) {
-  // Adding 1.5 * 2^23 rounds to an integer, half to even.
-  const Floats rounding = splat(12582912.0f);
-  const Floats code = (values * inverse + rounding) - rounding;
+  const Floats code = (values * inverse + round_to_low_bits) - round_to_low_bits;
   return larger(smaller(code, splat(7.0f)), splat(-8.0f));
 }
 
@@ -87,8 +73,7 @@ INLINE float quantize_group(const float* from, std::uint8_t* out) {
   return best.scale;
 }
 
-TARGET static void quantize_int4(const float* values, std::int64_t groups, std::uint8_t* out,
-                                 float* scales) {
+TARGET static void quantize_int4(const float* values, std::int64_t groups, std::uint8_t* out, float* scales) {
   for (std::int64_t i = 0; i < groups; ++i) {
     scales[i] = quantize_group(values + i * group_size, out + i * group_size / 2);
   }

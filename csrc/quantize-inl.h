@@ -95,11 +95,9 @@ INLINE void load_fours(const std::int16_t* from, Vector<float>* v) {
 
 constexpr int code_tile = VECTOR_BYTES;
 
-// VECTOR_BYTES elements of one token. Adding 1.5 * 2^23 to a float of at most 2^22 rounds it half to
-// even to an integer, which is then in the low bits of the sum.
+// VECTOR_BYTES elements of one token.
 template <class T>
 INLINE void quantize_tile(const T* x, float inverse, std::int8_t* codes) {
-  constexpr float round_to_low_bits = 12582912.0f;
   Vector<float> v[4];
   load_fours(x, v);
   Vector<std::int32_t> code = {};
@@ -165,20 +163,16 @@ INLINE void quantize_token(const T* x, std::int64_t features, std::int8_t* codes
 }
 
 template <class T>
-TARGET static void quantize_tokens(const void* x, std::int64_t tokens, std::int64_t features,
-                                   std::int8_t* codes, float* activation_scale) {
+TARGET static void quantize_tokens(const void* x, std::int64_t tokens, std::int64_t features, std::int8_t* codes,
+                                   float* activation_scale) {
   for (std::int64_t token = 0; token < tokens; ++token) {
-    quantize_token<T>(static_cast<const T*>(x) + token * features, features,
-                      codes + token * features, activation_scale + token);
+    const std::int64_t first = token * features;
+    quantize_token(static_cast<const T*>(x) + first, features, codes + first, activation_scale + token);
   }
 }
 
-TARGET static void quantize_int8(const void* x, Dtype dtype, std::int64_t tokens,
-                                 std::int64_t features, std::int8_t* codes,
-                                 float* activation_scale) {
-  if (dtype == Dtype::float32) {
-    quantize_tokens<std::int32_t>(x, tokens, features, codes, activation_scale);
-  } else {
-    quantize_tokens<std::int16_t>(x, tokens, features, codes, activation_scale);
-  }
+TARGET static void quantize_int8(const void* x, Dtype dtype, std::int64_t tokens, std::int64_t features,
+                                 std::int8_t* codes, float* activation_scale) {
+  const auto quantize = dtype == Dtype::float32 ? quantize_tokens<std::int32_t> : quantize_tokens<std::int16_t>;
+  quantize(x, tokens, features, codes, activation_scale);
 }

@@ -115,18 +115,12 @@ INLINE void select_tile(const T* weight, T threshold, int n, int m, std::int8_t*
   store_bytes<M, T>(kept, mask);
 }
 
-// Groups of m to groups of M. Each copy but the last runs over into the next group, which exists.
+// Copies groups of m that lie `apart` to places `to_apart` apart: from m to M elements, or back. Each copy but the last is of M and runs
+// over into the next group, which exists, or which the next copy writes.
 template <int M, class T>
-INLINE void widen(const T* from, T* to, int groups, int m) {
-  for (int g = 0; g < groups - 1; ++g) __builtin_memcpy(to + g * M, from + g * m, M * sizeof(T));
-  for (int i = 0; i < m; ++i) to[(groups - 1) * M + i] = from[(groups - 1) * m + i];
-}
-
-// Groups of M back to groups of m. What a copy writes into the next group is overwritten by the next.
-template <int M, class T>
-INLINE void narrow(const T* from, T* to, int groups, int m) {
-  for (int g = 0; g < groups - 1; ++g) __builtin_memcpy(to + g * m, from + g * M, M * sizeof(T));
-  for (int i = 0; i < m; ++i) to[(groups - 1) * m + i] = from[(groups - 1) * M + i];
+INLINE void copy_groups(const T* from, int apart, T* to, int to_apart, int groups, int m) {
+  for (int g = 0; g < groups - 1; ++g) __builtin_memcpy(to + g * to_apart, from + g * apart, M * sizeof(T));
+  for (int i = 0; i < m; ++i) to[(groups - 1) * to_apart + i] = from[(groups - 1) * apart + i];
 }
 
 // Asks for the cache lines some way ahead of `from`. Hardware prefetching alone does not keep up with
@@ -157,13 +151,13 @@ TARGET static void select_groups(const T* weight, T threshold, std::int64_t grou
   for (; g < groups; g += copied) {
     const int count = int(groups - g < copied ? groups - g : copied);
     prefetch_ahead(weight + g * m, count * m * sizeof(T));
-    widen<M, T>(weight + g * m, wide_weight, count, m);
+    copy_groups<M>(weight + g * m, m, wide_weight, M, count, m);
     for (int first = 0; first < count; first += tile) {
       select_tile<M, CODES, T>(wide_weight + first * M, threshold, n, m, wide_codes + first * M,
                                wide_mask + first * M);
     }
-    if (CODES) narrow<M>(wide_codes, codes + g * m, count, m);
-    narrow<M>(wide_mask, mask + g * m, count, m);
+    if (CODES) copy_groups<M>(wide_codes, M, codes + g * m, m, count, m);
+    copy_groups<M>(wide_mask, M, mask + g * m, m, count, m);
   }
 }
 
@@ -192,10 +186,10 @@ INLINE void dense_tile(const T* weight, T threshold, std::int8_t* codes) {
 }
 
 template <class T>
-TARGET static void dense_codes(const void* weight, T threshold, std::int64_t count,
-                               std::int8_t* codes) {
+TARGET static void dense_codes(const void* weight, float weight_scale, std::int64_t count, std::int8_t* codes) {
   constexpr int tile = VECTOR_BYTES;
   const T* w = static_cast<const T*>(weight);
+  const T threshold = threshold_key<T>(weight_scale);
   std::int64_t i = 0;
   for (; i + tile <= count; i += tile) dense_tile<T>(w + i, threshold, codes + i);
   if (i == count) return;
@@ -206,20 +200,15 @@ TARGET static void dense_codes(const void* weight, T threshold, std::int64_t cou
   for (std::int64_t k = i; k < count; ++k) codes[k] = last_codes[k - i];
 }
 
-TARGET static void select_ternary(const void* weight, Dtype dtype, float weight_scale,
-                                  std::int64_t groups, int n, int m, std::int8_t* codes,
-                                  std::uint8_t* mask) {
+TARGET static void select_ternary(const void* weight, Dtype dtype, float weight_scale, std::int64_t groups, int n,
+                                  int m, std::int8_t* codes, std::uint8_t* mask) {
   const bool is_float = dtype == Dtype::float32;
   const auto select = codes ? is_float ? select_any<true, std::int32_t> : select_any<true, std::int16_t>
                             : is_float ? select_any<false, std::int32_t> : select_any<false, std::int16_t>;
   select(weight, weight_scale, groups, n, m, codes, mask);
 }
 
-TARGET static void dense_ternary(const void* weight, Dtype dtype, float weight_scale,
-                                 std::int64_t count, std::int8_t* codes) {
-  if (dtype == Dtype::float32) {
-    dense_codes<std::int32_t>(weight, threshold_key<std::int32_t>(weight_scale), count, codes);
-  } else {
-    dense_codes<std::int16_t>(weight, threshold_key<std::int16_t>(weight_scale), count, codes);
-  }
+TARGET static void dense_ternary(const void* weight, Dtype dtype, float weight_scale, std::int64_t count,
+                                 std::int8_t* codes) {
+  (dtype == Dtype::float32 ? dense_codes<std::int32_t> : dense_codes<std::int16_t>)(weight, weight_scale, count, codes);
 }
