@@ -5,25 +5,15 @@ constexpr std::int64_t table_prefetch_bytes = 8192;
 
 template <TableType TYPE>
 INLINE Floats load_weights(const std::uint8_t* row, std::int64_t column) {
-  if constexpr (TYPE == TableType::float32) {
-    return load<Floats>(row + 4 * column);
-  } else {
-    const auto halves = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(row + 2 * column);
-    return bit_cast<Floats>(__builtin_convertvector(halves, Ints) << 16);
-  }
+  if (TYPE == TableType::float32) return load<Floats>(row + 4 * column);
+  const auto halves = load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(row + 2 * column);
+  return bit_cast<Floats>(__builtin_convertvector(halves, Ints) << 16);
 }
 
 template <TableType TYPE>
 INLINE float weight_at(const std::uint8_t* row, std::int64_t column) {
-  if constexpr (TYPE == TableType::float32) {
-    float value;
-    __builtin_memcpy(&value, row + 4 * column, 4);
-    return value;
-  } else {
-    std::uint16_t half;
-    __builtin_memcpy(&half, row + 2 * column, 2);
-    return bit_cast<float>(std::uint32_t(half) << 16);
-  }
+  if (TYPE == TableType::float32) return load<float>(row + 4 * column);
+  return bit_cast<float>(std::uint32_t(load<std::uint16_t>(row + 2 * column)) << 16);
 }
 
 // Each row has its own sums, in the same order however many rows are taken together.
@@ -61,9 +51,8 @@ TARGET static void table_rows(const Table& table, std::int64_t row_index, const 
 }
 
 template <TableType TYPE, int R>
-TARGET static void table_tokens(const Table& table, std::int64_t row, const float* x,
-                                std::int64_t tokens, std::int64_t x_stride, float* y,
-                                std::int64_t y_stride) {
+TARGET static void table_tokens(const Table& table, std::int64_t row, const float* x, std::int64_t tokens,
+                                std::int64_t x_stride, float* y, std::int64_t y_stride) {
   std::int64_t t = 0;
   constexpr int together = 4 / sum_vectors;
   for (; t + together <= tokens; t += together) {
@@ -75,20 +64,16 @@ TARGET static void table_tokens(const Table& table, std::int64_t row, const floa
 }
 
 template <TableType TYPE>
-TARGET static void table_piece(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                               const Table& table, std::int64_t begin, std::int64_t end,
-                               float* y, std::int64_t y_stride) {
+TARGET static void table_piece(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
+                               std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride) {
   std::int64_t r = begin;
   for (; r + 4 <= end; r += 4) table_tokens<TYPE, 4>(table, r, x, tokens, x_stride, y, y_stride);
   for (; r < end; ++r) table_tokens<TYPE, 1>(table, r, x, tokens, x_stride, y, y_stride);
 }
 
-TARGET static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride,
-                                  const Table& table, std::int64_t begin, std::int64_t end,
-                                  float* y, std::int64_t y_stride) {
-  if (table.type == TableType::float32) {
-    table_piece<TableType::float32>(x, tokens, x_stride, table, begin, end, y, y_stride);
-  } else {
-    table_piece<TableType::bfloat16>(x, tokens, x_stride, table, begin, end, y, y_stride);
-  }
+TARGET static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
+                                  std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride) {
+  const bool is_float = table.type == TableType::float32;
+  const auto piece = is_float ? table_piece<TableType::float32> : table_piece<TableType::bfloat16>;
+  piece(x, tokens, x_stride, table, begin, end, y, y_stride);
 }
