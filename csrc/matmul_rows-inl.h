@@ -76,8 +76,7 @@ INLINE void dot_blocks(const Matrix& matrix, const std::uint8_t* row, const std:
       UNROLL for (int v = 0; v < block_vectors; ++v) {
         Bytes block[R];
         UNROLL for (int r = 0; r < R; ++r) {
-          const std::uint8_t* bytes = row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES;
-          block[r] = load_bytes(bytes);
+          block[r] = load_bytes(row + r * matrix.row_stride + b * block_bytes + v * VECTOR_BYTES);
         }
         UNROLL for (int p = 0; p < i2_planes; ++p) {
           const std::int64_t column = b * packed::i2_block_weights + p * block_bytes + v * VECTOR_BYTES;

@@ -114,8 +114,7 @@ constexpr std::int64_t i2_plane_bytes(std::int64_t block_weights) {
 }
 
 constexpr std::int64_t i2_row_bytes(std::int64_t in_features) {
-  return in_features / i2_block_weights * i2_block_bytes +
-         i2_plane_bytes(in_features % i2_block_weights);
+  return in_features / i2_block_weights * i2_block_bytes + i2_plane_bytes(in_features % i2_block_weights);
 }
 
 constexpr int i2_code(const std::uint8_t* row, std::int64_t in_features, std::int64_t index) {
@@ -127,13 +126,10 @@ constexpr int i2_code(const std::uint8_t* row, std::int64_t in_features, std::in
 
 // b3
 
-constexpr std::int64_t b3_plane_bytes(std::int64_t block_weights) {
-  return divide_up(block_weights, 5);
-}
+constexpr std::int64_t b3_plane_bytes(std::int64_t block_weights) { return divide_up(block_weights, 5); }
 
 constexpr std::int64_t b3_row_bytes(std::int64_t in_features) {
-  return in_features / b3_block_weights * b3_block_bytes +
-         b3_plane_bytes(in_features % b3_block_weights);
+  return in_features / b3_block_weights * b3_block_bytes + b3_plane_bytes(in_features % b3_block_weights);
 }
 
 constexpr int b3_code(const std::uint8_t* row, std::int64_t in_features, std::int64_t index) {
