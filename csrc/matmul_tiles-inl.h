@@ -21,11 +21,6 @@ struct RowPointers {
   std::int64_t to_next;  // bytes from here to where the tile after this one comes from
 };
 
-// The next tile is prefetched while this one is unpacked, and arrives while this one is multiplied.
-INLINE void prefetch_next(const RowPointers& rows, int row, std::int64_t offset) {
-  __builtin_prefetch(rows.at[row] + offset + rows.to_next, 0, 3);
-}
-
 INLINE RowPointers row_pointers(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                 std::int64_t to_next) {
   RowPointers rows;
@@ -59,11 +54,12 @@ INLINE void store_word(const TilePlace& tile, std::int64_t column, const V& weig
   }
 }
 
-// A vector of each row, transposed: square[i] holds word i of all rows.
+// A vector of each row, transposed: square[i] holds word i of all rows. The next tile is prefetched while this one is
+// unpacked, and arrives while this one is multiplied.
 INLINE void load_square(const RowPointers& rows, std::int64_t offset, Bytes* square) {
   UNROLL for (int i = 0; i < row_lanes; ++i) square[i] = load_bytes(rows.at[i] + offset);
   if (offset % block_bytes == 0) {
-    UNROLL for (int i = 0; i < row_lanes; ++i) prefetch_next(rows, i, offset);
+    UNROLL for (int i = 0; i < row_lanes; ++i) __builtin_prefetch(rows.at[i] + offset + rows.to_next, 0, 3);
   }
   transpose_words(square);
 }
@@ -179,27 +175,30 @@ TARGET static void unpack_b3_strips(const Matrix& matrix, std::int64_t row, std:
   }
 }
 
-INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count,
-                        TilePlace tile) {
+// Calls put(column, weights) for every four columns of rows of int8.
+template <class Put>
+INLINE void unpack_int8(const RowPointers& rows, std::int64_t begin, std::int64_t count, const Put& put) {
   for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
     Bytes square[row_lanes];
     load_square(rows, begin + c, square);
-    UNROLL for (int i = 0; i < row_lanes; ++i) store_word(tile, c + 4 * i, to_unsigned(square[i]));
+    UNROLL for (int i = 0; i < row_lanes; ++i) put(c + 4 * i, square[i]);
   }
 }
 
-// Low and high nibbles are columns 32 apart. Vectors may hold a group more than there is.
-INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_t count,
-                        TilePlace tile) {
+// The same of int4, weights plus 8. Low and high nibbles are columns 32 apart. Vectors may hold a group more than
+// there is.
+template <class Put>
+INLINE void unpack_int4(const RowPointers& rows, std::int64_t begin, std::int64_t count, const Put& put) {
   constexpr int half = int4_group / 2;
   for (std::int64_t c = 0; c < count; c += 2 * VECTOR_BYTES) {
     Bytes square[row_lanes];
     load_square(rows, (begin + c) / 2, square);
+    const std::int64_t in_group = VECTOR_BYTES < half ? c % int4_group : 0;
     UNROLL for (int i = 0; i < row_lanes; ++i) {
-      const std::int64_t byte = c / 2 + 4 * i;
-      const std::int64_t column = byte / half * int4_group + byte % half;
-      store_word(tile, column, low_nibbles(square[i]));
-      store_word(tile, column + half, high_nibbles(square[i]));
+      const std::int64_t byte = in_group / 2 + 4 * i;
+      const std::int64_t column = c - in_group + byte / half * int4_group + byte % half;
+      put(column, low_nibbles(square[i]));
+      put(column + half, high_nibbles(square[i]));
     }
   }
 }
@@ -237,35 +236,29 @@ INLINE void unpack_lookup(const Matrix& matrix, std::int64_t row, std::int64_t b
 // Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile:
 // weights plus 1, 128 or 8, by format, less the offset. May write up to 64 columns more, within the column block.
 // `column` is a multiple of column_block; to_next as of RowPointers.
-TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, std::int64_t begin,
-                                                         std::int64_t end, std::int64_t column,
-                                                         std::int64_t count, std::int64_t to_next,
+TARGET __attribute__((noinline)) static void unpack_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                                         std::int64_t column, std::int64_t count, std::int64_t to_next,
                                                          TilePlace tile) {
-  if (matrix.in_strips() && matrix.format == WeightFormat::lookup) {
-    return unpack_lookup_strip(matrix, begin, column, count, tile);
+  if (matrix.in_strips()) {
+    if (matrix.format == WeightFormat::lookup) return unpack_lookup_strip(matrix, begin, column, count, tile);
+    return unpack_strip(matrix, begin, column, count, tile);
   }
-  if (matrix.in_strips()) return unpack_strip(matrix, begin, column, count, tile);
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   switch (matrix.format) {
-    case WeightFormat::lookup:
-      if (const auto& shape = lookup::shape_of(matrix.pattern); !shape.neighbours()) {
-        unpack_lookup<TriplePlanes>(matrix, begin, column, count, to_next, tile);
-      } else if (shape.bits == 5) {
-        unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, to_next, tile);
-      } else {
-        unpack_lookup<QuadPlanes>(matrix, begin, column, count, to_next, tile);
-      }
-      return;
-    case WeightFormat::i2:
-      unpack_i2(rows, matrix.columns, column, count, tile);
-      return;
+    case WeightFormat::lookup: {
+      const lookup::Shape& shape = lookup::shape_of(matrix.pattern);
+      if (!shape.neighbours()) return unpack_lookup<TriplePlanes>(matrix, begin, column, count, to_next, tile);
+      if (shape.bits == 5) return unpack_lookup<ExactQuadPlanes>(matrix, begin, column, count, to_next, tile);
+      return unpack_lookup<QuadPlanes>(matrix, begin, column, count, to_next, tile);
+    }
+    case WeightFormat::i2: return unpack_i2(rows, matrix.columns, column, count, tile);
     case WeightFormat::b3_strips: return;  // see unpack_b3_strips
     case WeightFormat::int8:
-      unpack_int8(rows, column, count, tile);
-      return;
+      return unpack_int8(rows, column, count, [tile](std::int64_t c, const Bytes& weights)
+                         TARGET __attribute__((always_inline)) { store_word(tile, c, to_unsigned(weights)); });
     case WeightFormat::int4:
-      unpack_int4(rows, column, count, tile);
-      return;
+      return unpack_int4(rows, column, count, [tile](std::int64_t c, const Bytes& weights)
+                         TARGET __attribute__((always_inline)) { store_word(tile, c, weights); });
   }
 }
 

@@ -24,30 +24,16 @@ INLINE void store_wide(std::uint8_t* tile, std::int64_t column, const Bytes& wei
 
 // Columns [column, column + count) of rows [begin, end), at most row_lanes, as one vector of a tile; up to
 // 64 columns more, within wide_block. `column` is a multiple of wide_block.
-TARGET __attribute__((noinline)) static void widen_rows(const Matrix& matrix, std::int64_t begin,
-                                                        std::int64_t end, std::int64_t column,
-                                                        std::int64_t count, std::int64_t to_next,
+TARGET __attribute__((noinline)) static void widen_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end,
+                                                        std::int64_t column, std::int64_t count, std::int64_t to_next,
                                                         std::uint8_t* tile) {
   const RowPointers rows = row_pointers(matrix, begin, end, to_next);
   if (matrix.format == WeightFormat::int8) {
-    for (std::int64_t c = 0; c < count; c += VECTOR_BYTES) {
-      Bytes square[row_lanes];
-      load_square(rows, column + c, square);
-      UNROLL for (int i = 0; i < row_lanes; ++i) store_wide(tile, c + 4 * i, square[i]);
-    }
-    return;
+    return unpack_int8(rows, column, count, [tile](std::int64_t c, const Bytes& weights)
+                       TARGET __attribute__((always_inline)) { store_wide(tile, c, weights); });
   }
-  constexpr int half = int4_group / 2;
-  for (std::int64_t c = 0; c < count; c += 2 * VECTOR_BYTES) {
-    Bytes square[row_lanes];
-    load_square(rows, (column + c) / 2, square);
-    UNROLL for (int i = 0; i < row_lanes; ++i) {
-      const int byte = 4 * i;
-      const std::int64_t to = c + byte / half * int4_group + byte % half;
-      store_wide(tile, to, low_nibbles(square[i]) - 8);
-      store_wide(tile, to + half, high_nibbles(square[i]) - 8);
-    }
-  }
+  unpack_int4(rows, column, count, [tile](std::int64_t c, const Bytes& weights)
+              TARGET __attribute__((always_inline)) { store_wide(tile, c, weights - 8); });
 }
 
 // 128 * codes + fine of T tokens: out [T, wide_block]. Whole groups of 64, as activations have them.
