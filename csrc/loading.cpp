@@ -124,8 +124,7 @@ Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   const bool is_i2 = stored.format == StoredFormat::i2, is_b3 = stored.format == StoredFormat::b3;
   const bool is_copy = is_i2 && out.format == WeightFormat::i2 && !out.in_strips();
   const bool is_there = is_copy && out.data == stored.bytes.data;
-  const GroupLimit limit(stored.pattern);
-  const packed::Pattern pattern = limit.pattern();
+  const packed::Pattern pattern = packed::coded(stored.pattern);
   const auto groups = is_i2 || is_b3 ? nullptr : std::make_unique<GroupDecoder>(stored.pattern, columns);
   const bool must_be_full = out.pattern.exact && !stored.pattern.exact;
   // Encoders read padding, and decoders of whole blocks may leave some of it as it is.
@@ -140,7 +139,7 @@ Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
     const char* damage = groups  ? groups->decode(from, digits)
                          : is_i2 ? decode_i2(from, columns, digits)
                                  : decode_b3(from, columns, digits);
-    if (damage == nullptr && !groups) damage = limit.check(digits, columns);
+    if (damage == nullptr && !groups) damage = check_groups(pattern, digits, columns);
     if (damage != nullptr) return damage;
     if (must_be_full) {
       std::int64_t nonzeros = 0;

@@ -4,10 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace sparse_bitnet {
 namespace {
 
@@ -15,15 +11,6 @@ using packed::Pattern;
 
 constexpr char bad_padding[] = "the padding of a row is not zero codes";
 constexpr char bad_group[] = "a group has more non-zeros than the pattern allows";
-
-constexpr std::uint64_t ones = 0x0101010101010101u;
-
-int count_bits(std::uint64_t word) {
-  word -= word >> 1 & 0x5555555555555555u;
-  word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
-  word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
-  return int(word * ones >> 56);
-}
 
 struct ByteTables {
   std::uint8_t is_b3[256];  // whether the byte stands for five codes
@@ -34,40 +21,6 @@ struct ByteTables {
 };
 
 constexpr ByteTables tables;
-
-// 64 digits as a bitmap of the non-zeros.
-#if defined(__x86_64__)
-
-std::uint64_t nonzeros_of(const std::uint8_t* digits) {
-  std::uint64_t bits = 0;
-  const __m128i one = _mm_set1_epi8(1);
-  for (int i = 0; i < 4; ++i) {
-    const __m128i d = _mm_loadu_si128(reinterpret_cast<const __m128i*>(digits + 16 * i));
-    const unsigned zeros = unsigned(_mm_movemask_epi8(_mm_cmpeq_epi8(d, one)));
-    bits |= std::uint64_t(zeros ^ 0xffffu) << (16 * i);
-  }
-  return bits;
-}
-
-#else
-
-std::uint64_t nonzeros_of(const std::uint8_t* digits) {
-  std::uint64_t bits = 0;
-  for (int i = 0; i < 8; ++i) {
-    std::uint64_t word;
-    std::memcpy(&word, digits + 8 * i, 8);
-    // The low bit of each of eight bytes as eight bits.
-    bits |= ((~word & ones) * 0x0102040810204080u >> 56) << (8 * i);
-  }
-  return bits;
-}
-
-#endif
-
-// Bits of the weights of a chunk of which a row has `left`, counted from the chunk's start.
-std::uint64_t existing(std::int64_t left) {
-  return left >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << left) - 1;
-}
 
 // The formats in blocks, byte j of which holds digits a plane apart.
 struct I2 {
@@ -136,6 +89,27 @@ const char* decode_blocks(const std::uint8_t* row, std::int64_t columns, std::ui
   return padding == 0 ? nullptr : bad_padding;
 }
 
+// check_groups for a power of two.
+template <int M>
+const char* check_groups_of(int n, const std::uint8_t* digits, std::int64_t columns) {
+  constexpr std::uint64_t ones = 0x0101010101010101u;
+  constexpr std::uint64_t firsts = M == 2 ? 0x0001000100010001u : M == 4 ? 0x0000000100000001u : 1;  // bytes of groups
+  std::uint64_t overfull = 0;
+  for (std::int64_t first = 0; first < columns; first += M < 8 ? 8 : M) {
+    // Digits are odd where the weight is zero. The first byte of a group adds up all.
+    std::uint64_t counts = 0, word;
+    for (int i = 0; i < M; i += 8) {
+      std::memcpy(&word, digits + first + i, sizeof word);
+      counts += ~word & ones;
+    }
+    if (M > 4) counts += counts >> 32;
+    if (M > 2) counts += counts >> 16;
+    counts += counts >> 8;
+    overfull |= (counts & 63 * firsts) + (127 - n) * firsts;
+  }
+  return overfull & 128 * firsts ? bad_group : nullptr;
+}
+
 }  // namespace
 
 const char* decode_i2(const std::uint8_t* row, std::int64_t columns, std::uint8_t* digits) {
@@ -152,40 +126,20 @@ void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* r
   I2::join(digits, packed::i2_plane_bytes(columns), row);
 }
 
-GroupLimit::GroupLimit(Pattern pattern) : pattern_(packed::coded(pattern)), overfull_() {
-  if (8 % pattern_.m != 0) return;
-  for (int b = 0; b < 256; ++b) {
-    for (int i = 0; i < 8; i += pattern_.m) {
-      overfull_[b] |= count_bits(std::uint64_t(b) >> i & ((1u << pattern_.m) - 1)) > pattern_.n;
-    }
+const char* check_groups(Pattern pattern, const std::uint8_t* digits, std::int64_t columns) {
+  const int n = pattern.n, m = pattern.m;
+  switch (m) {
+    case 1: return nullptr;
+    case 2: return check_groups_of<2>(n, digits, columns);
+    case 4: return check_groups_of<4>(n, digits, columns);
+    case 8: return check_groups_of<8>(n, digits, columns);
+    case 16: return check_groups_of<16>(n, digits, columns);
+    case 32: return check_groups_of<32>(n, digits, columns);
   }
-}
-
-bool GroupLimit::is_broken(std::uint64_t bitmap) const {
-  std::uint8_t broken = 0;
-  if (8 % pattern_.m == 0) {
-    for (int i = 0; i < 64; i += 8) broken |= overfull_[bitmap >> i & 255];
-  } else {
-    const std::uint64_t group = (std::uint64_t(1) << pattern_.m) - 1;
-    for (int i = 0; i < 64; i += pattern_.m) {
-      broken |= count_bits(bitmap >> i & group) > pattern_.n;
-    }
-  }
-  return broken != 0;
-}
-
-const char* GroupLimit::check(const std::uint8_t* digits, std::int64_t columns) const {
-  if (pattern_.m == 1) return nullptr;
-  if (64 % pattern_.m == 0) {
-    for (std::int64_t first = 0; first < columns; first += 64) {
-      if (is_broken(nonzeros_of(digits + first) & existing(columns - first))) return bad_group;
-    }
-    return nullptr;
-  }
-  for (std::int64_t first = 0; first < columns; first += pattern_.m) {
+  for (std::int64_t first = 0; first < columns; first += m) {
     int nonzeros = 0;
-    for (int i = 0; i < pattern_.m; ++i) nonzeros += digits[first + i] != 1;
-    if (nonzeros > pattern_.n) return bad_group;
+    for (int i = 0; i < m; ++i) nonzeros += digits[first + i] != 1;
+    if (nonzeros > n) return bad_group;
   }
   return nullptr;
 }

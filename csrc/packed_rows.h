@@ -22,20 +22,8 @@ const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_
 
 void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
 
-// Whether groups of m have at most n non-zeros.
-class GroupLimit {
- public:
-  explicit GroupLimit(packed::Pattern pattern);
-  packed::Pattern pattern() const { return pattern_; }
-  // Why a row is no encoding of a matrix, or null.
-  const char* check(const std::uint8_t* digits, std::int64_t columns) const;
-
- private:
-  bool is_broken(std::uint64_t bitmap) const;  // of 64 weights; m divides 64
-
-  packed::Pattern pattern_;
-  std::uint8_t overfull_[256];
-};
+// Why a row, with padding as decoded, has groups of more than n non-zeros, or null. The pattern is coded.
+const char* check_groups(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns);
 
 // nm-enum and nm-sign (packed_format.h) to digits: words to group numbers to the digits of several groups at
 // once. A group of nm-sign is a number below 2^b, and words of as many as 64 bits hold are no words of their own.
