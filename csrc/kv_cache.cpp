@@ -51,6 +51,15 @@ KvCache::Sequence& KvCache::find(int sequence) {
 
 const KvCache::Sequence& KvCache::find(int sequence) const { return const_cast<KvCache*>(this)->find(sequence); }
 
+KvCache::Sequence& KvCache::find(int sequence, std::int64_t length, const char* what) {
+  Sequence& longer = find(sequence);
+  if (length < 0 || length > longer.length) {
+    throw std::out_of_range(what + std::to_string(length) + ": the sequence has " + std::to_string(longer.length) +
+                            " tokens");
+  }
+  return longer;
+}
+
 std::int32_t KvCache::take_page() {
   const std::int32_t page = free_.back();
   free_.pop_back();
@@ -62,8 +71,11 @@ void KvCache::release_page(std::int32_t page) {
   if (--references_[page] == 0) free_.push_back(page);
 }
 
-void KvCache::copy_page(std::int32_t to, std::int32_t from) {
-  std::memcpy(data_->data() + to * page_bytes_, data_->data() + from * page_bytes_, page_bytes_);
+void KvCache::copy_last(Sequence& sequence) {
+  const std::int32_t shared = sequence.pages.back(), own = take_page();
+  std::memcpy(data_->data() + own * page_bytes_, data_->data() + shared * page_bytes_, page_bytes_);
+  release_page(shared);
+  sequence.pages.back() = own;
 }
 
 bool KvCache::must_copy_last(const Sequence& sequence) const {
@@ -82,37 +94,21 @@ void KvCache::close(int sequence) {
 }
 
 int KvCache::fork(int sequence, std::int64_t length) {
-  const Sequence& from = find(sequence);
-  if (length < 0 || length > from.length) {
-    throw std::out_of_range("fork at " + std::to_string(length) + ": the sequence has " +
-                            std::to_string(from.length) + " tokens");
-  }
-  const std::int64_t whole = length / page_tokens;
+  const Sequence& from = find(sequence, length, "fork at ");
   const bool partial = length % page_tokens != 0;
   if (partial && free_.empty()) {
     throw std::length_error("the cache has no free page for a fork inside a page");
   }
-  Sequence copy;
-  copy.length = length;
-  copy.pages.reserve(whole + 1);
-  copy.pages.assign(from.pages.begin(), from.pages.begin() + whole);
-  const std::int32_t last = partial ? from.pages[whole] : -1;
+  Sequence copy{{from.pages.begin(), from.pages.begin() + pages_of(length)}, length};
   const int forked = next_++;
   Sequence& placed = sequences_[forked] = std::move(copy);
   for (std::int32_t page : placed.pages) ++references_[page];
-  if (partial) {
-    placed.pages.push_back(take_page());
-    copy_page(placed.pages.back(), last);
-  }
+  if (partial) copy_last(placed);
   return forked;
 }
 
 void KvCache::truncate(int sequence, std::int64_t length) {
-  Sequence& cut = find(sequence);
-  if (length < 0 || length > cut.length) {
-    throw std::out_of_range("truncate to " + std::to_string(length) + ": the sequence has " +
-                            std::to_string(cut.length) + " tokens");
-  }
+  Sequence& cut = find(sequence, length, "truncate to ");
   cut.length = length;
   while (std::int64_t(cut.pages.size()) > pages_of(length)) {
     release_page(cut.pages.back());
@@ -131,12 +127,7 @@ std::int64_t KvCache::pages_for(int sequence, std::int64_t count) const {
 void KvCache::extend(int sequence, std::int64_t count) {
   Sequence& grown = find(sequence);
   grown.pages.reserve(pages_of(grown.length + count));  // what could throw comes first
-  if (must_copy_last(grown)) {
-    const std::int32_t shared = grown.pages.back(), own = take_page();
-    copy_page(own, shared);
-    release_page(shared);
-    grown.pages.back() = own;
-  }
+  if (must_copy_last(grown)) copy_last(grown);
   grown.length += count;
   while (std::int64_t(grown.pages.size()) < pages_of(grown.length)) {
     grown.pages.push_back(take_page());

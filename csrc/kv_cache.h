@@ -78,9 +78,11 @@ class KvCache {
 
   Sequence& find(int sequence);
   const Sequence& find(int sequence) const;
+  // One of at least `length` tokens; `what` begins the error.
+  Sequence& find(int sequence, std::int64_t length, const char* what);
   std::int32_t take_page();
   void release_page(std::int32_t page);
-  void copy_page(std::int32_t to, std::int32_t from);
+  void copy_last(Sequence& sequence);
   bool must_copy_last(const Sequence& sequence) const;
 
   CacheType type_;
