@@ -54,28 +54,24 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
   for (std::int64_t s = 0; s < count; ++s) {
     const Segment& segment = segments_[s];
     pages_.push_back(cache_.pages(segment.sequence));
-    const auto pages_until = [&](std::int64_t token) {
-      return packed::divide_up(segment.position + token, page_tokens);
-    };
-    const std::int64_t rows = segment.count * group_, pages = pages_until(segment.count);
+    const std::int64_t rows = segment.count * group_;
     work_ += rows * kv_heads_ * (segment.position + segment.count);
+    const bool in_chunks = rows <= max_rows_in_chunks;
+    const std::int64_t block = in_chunks ? segment.count : query_block;
     for (std::int64_t head = 0; head < kv_heads_; ++head) {
-      if (rows <= max_rows_in_chunks) {
-        const std::int64_t chunks = packed::divide_up(pages, chunk_pages);
-        largest_rows = std::max(largest_rows, rows);
-        if (chunks > 1) merges_.push_back({chunks, states});
+      for (std::int64_t token = 0; token < segment.count; token += block) {
+        const std::int64_t tokens = std::min(block, segment.count - token);
+        const std::int64_t pages = packed::divide_up(segment.position + token + tokens, page_tokens);
+        const std::int64_t step = in_chunks ? chunk_pages : pages, chunks = packed::divide_up(pages, step);
+        const std::int64_t merge = chunks > 1 ? std::int64_t(merges_.size()) : -1;
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-          const std::int64_t first = chunk * chunk_pages;
-          tasks_.push_back({s, head, 0, segment.count, first, std::min(chunk_pages, pages - first),
-                            chunks > 1 ? std::int64_t(merges_.size()) - 1 : -1, chunk});
+          const std::int64_t first = chunk * step;
+          tasks_.push_back({s, head, token, tokens, first, std::min(step, pages - first), merge, chunk});
         }
-        if (chunks > 1) states += chunks * state_floats(rows);
-        continue;
-      }
-      for (std::int64_t token = 0; token < segment.count; token += query_block) {
-        const std::int64_t tokens = std::min(query_block, segment.count - token);
         largest_rows = std::max(largest_rows, tokens * group_);
-        tasks_.push_back({s, head, token, tokens, 0, pages_until(token + tokens), -1, 0});
+        if (merge < 0) continue;
+        merges_.push_back({chunks, states});
+        states += chunks * state_floats(rows);
       }
     }
   }
