@@ -96,34 +96,8 @@ const char* GroupDecoder::decode_word(std::uint64_t word, int groups, std::uint8
 }
 
 bool GroupDecoder::decode_group(std::uint64_t number, std::uint8_t* digits) const {
-  if (pattern_.exact) return decode_signs(number, digits);
-  int room = pattern_.n;
-  for (int i = 0; i < pattern_.m; ++i) {
-    const int after = pattern_.m - 1 - i;
-    const std::uint64_t zeros = packed::nm_enum_states(after, room);
-    digits[i] = 1;
-    if (number < zeros) continue;
-    number -= zeros;
-    --room;
-    const std::uint64_t positives = packed::nm_enum_states(after, room);
-    digits[i] = number < positives ? 2 : 0;
-    if (number >= positives) number -= positives;
-  }
-  return true;
-}
-
-bool GroupDecoder::decode_signs(std::uint64_t group, std::uint8_t* digits) const {
-  const int place_bits = packed::nm_sign_place_bits(pattern_);
-  std::uint64_t number = group & ((std::uint64_t(1) << place_bits) - 1);
-  if (number >= packed::nm_sign_sets(pattern_.m, pattern_.n)) return false;
-  for (int place = pattern_.m - 1, left = pattern_.n; place >= 0; --place) {
-    const std::uint64_t sets = packed::nm_sign_sets(place, left);
-    digits[place] = 1;
-    if (left == 0 || number < sets) continue;
-    number -= sets;
-    --left;
-    digits[place] = group >> (place_bits + left) & 1 ? 0 : 2;
-  }
+  if (pattern_.exact) return packed::nm_sign_digits(pattern_, number, digits);
+  packed::nm_enum_digits(pattern_, number, digits);
   return true;
 }
 

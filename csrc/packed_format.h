@@ -182,34 +182,42 @@ constexpr std::int64_t nm_enum_row_bytes(Pattern pattern, std::int64_t in_featur
   return divide_up(groups / full * nm_enum_bits(pattern, full) + nm_enum_bits(pattern, int(groups % full)), 8);
 }
 
+// The weights plus one of a group, by its number.
+constexpr void nm_enum_digits(Pattern pattern, std::uint64_t number, std::uint8_t* digits) {
+  int room = pattern.n;
+  for (int place = 0; place < pattern.m; ++place) {
+    const int after = pattern.m - 1 - place;
+    const std::uint64_t zeros = nm_enum_states(after, room);
+    digits[place] = 1;
+    if (number < zeros) continue;
+    number -= zeros;
+    --room;
+    const std::uint64_t positives = nm_enum_states(after, room);
+    digits[place] = number < positives ? 2 : 0;
+    if (number >= positives) number -= positives;
+  }
+}
+
+// `count` bits of a row from bit `first` on.
+constexpr std::uint64_t bits_at(const std::uint8_t* row, std::int64_t first, int count) {
+  std::uint64_t bits = 0;
+  for (int i = 0; i < count; ++i) bits |= std::uint64_t(row[(first + i) / 8] >> ((first + i) % 8) & 1) << i;
+  return bits;
+}
+
 constexpr int nm_enum_code(Pattern pattern, const std::uint8_t* row, std::int64_t in_features,
                            std::int64_t index) {
   const Pattern p = coded(pattern);
-  const std::uint64_t states = nm_enum_states(p.m, p.n);
   const int full = nm_enum_groups_per_word(pattern);
   const std::int64_t group = index / p.m, word = group / full;
   const std::int64_t left = in_features / p.m - word * full;
-  const std::int64_t first = word * nm_enum_bits(pattern, full);
   const int bits = nm_enum_bits(pattern, left < full ? int(left) : full);
-  std::uint64_t number = 0;
-  for (int i = 0; i < bits; ++i) {
-    number |= std::uint64_t(row[(first + i) / 8] >> ((first + i) % 8) & 1) << i;
-  }
+  std::uint64_t number = bits_at(row, word * nm_enum_bits(pattern, full), bits);
+  const std::uint64_t states = nm_enum_states(p.m, p.n);
   for (std::int64_t i = 0; i < group % full; ++i) number /= states;
-  number %= states;
-  int code = 0;
-  for (int j = p.m - 1, b = p.n; j >= p.m - 1 - int(index % p.m); --j) {
-    const std::uint64_t zeros = nm_enum_states(j, b);
-    code = 0;
-    if (number < zeros) continue;
-    number -= zeros;
-    code = 1;
-    --b;
-    if (number < nm_enum_states(j, b)) continue;
-    number -= nm_enum_states(j, b);
-    code = -1;
-  }
-  return code;
+  std::uint8_t digits[max_group] = {};
+  nm_enum_digits(p, number % states, digits);
+  return digits[index % p.m] - 1;
 }
 
 // nm-sign
@@ -235,25 +243,28 @@ constexpr std::int64_t nm_sign_row_bytes(Pattern pattern, std::int64_t in_featur
   return divide_up(in_features / coded(pattern).m * nm_sign_group_bits(pattern), 8);
 }
 
-constexpr int nm_sign_code(Pattern pattern, const std::uint8_t* row, std::int64_t index) {
-  const Pattern p = coded(pattern);
-  const int bits = nm_sign_group_bits(pattern), place_bits = nm_sign_place_bits(pattern);
-  const std::int64_t first = index / p.m * bits;
-  std::uint64_t group = 0;
-  for (int i = 0; i < bits; ++i) {
-    group |= std::uint64_t(row[(first + i) / 8] >> ((first + i) % 8) & 1) << i;
-  }
+// The weights plus one of a group, by its bits. Returns whether there is a group with these.
+constexpr bool nm_sign_digits(Pattern pattern, std::uint64_t group, std::uint8_t* digits) {
+  const int place_bits = nm_sign_place_bits(pattern);
   std::uint64_t number = group & ((std::uint64_t(1) << place_bits) - 1);
-  int left = p.n, code = 0;
-  for (int place = p.m - 1; place >= int(index % p.m); --place) {
+  if (number >= nm_sign_sets(pattern.m, pattern.n)) return false;
+  for (int place = pattern.m - 1, left = pattern.n; place >= 0; --place) {
     const std::uint64_t sets = nm_sign_sets(place, left);
-    code = 0;
+    digits[place] = 1;
     if (left == 0 || number < sets) continue;
     number -= sets;
     --left;
-    code = group >> (place_bits + left) & 1 ? -1 : 1;
+    digits[place] = group >> (place_bits + left) & 1 ? 0 : 2;
   }
-  return code;
+  return true;
+}
+
+constexpr int nm_sign_code(Pattern pattern, const std::uint8_t* row, std::int64_t index) {
+  const Pattern p = coded(pattern);
+  const int bits = nm_sign_group_bits(pattern);
+  std::uint8_t digits[max_group] = {};
+  nm_sign_digits(p, bits_at(row, index / p.m * bits, bits), digits);
+  return digits[index % p.m] - 1;
 }
 
 static_assert(i2_row_bytes(2048) == 512 && i2_row_bytes(896) == 224 && i2_row_bytes(1) == 16);
