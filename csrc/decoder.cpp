@@ -108,25 +108,25 @@ void Decoder::State::reserve_positions(std::int64_t positions) {
   }
 }
 
-// Runs the requests in chunks; `lengths` are those of the sequences before.
-void Decoder::State::run(const Request* requests, int count, const std::int64_t* lengths,
-                         const RecurrentStates::Step* steps, Logits which, float* logits) {
-  int request = 0;
+// Runs the requests in chunks; `growths` are those of their sequences.
+void Decoder::State::run(const Request* requests, const std::vector<RecurrentStates::Growth>& growths,
+                         const std::vector<RecurrentStates::Step>& steps, Logits which, float* logits) {
+  std::size_t request = 0;
   std::int64_t done = 0;  // tokens of that request
   const std::int64_t most = chunk_tokens();
-  while (request < count) {
+  while (request < growths.size()) {
     segments.clear();
     recurrences.clear();
     wanted.clear();
     std::vector<const std::int32_t*> tokens;
     std::int64_t row = 0;
-    while (request < count && row < most) {
+    while (request < growths.size() && row < most) {
       const Request& from = requests[request];
-      const std::int64_t part = std::min(from.count - done, most - row);
-      segments.push_back({from.sequence, row, lengths[request] + done, part});
-      if (steps) {
+      const std::int64_t part = std::min(from.count - done, most - row), position = growths[request].length + done;
+      segments.push_back({from.sequence, row, position, part});
+      if (!steps.empty()) {
         const RecurrentStates::Step& step = steps[request];
-        const std::int64_t cut = step.snapshot_length - lengths[request] - done;
+        const std::int64_t cut = step.snapshot_length - position;
         recurrences.push_back({step.state(), step.kept(), cut > 0 && cut <= part ? cut : 0});
       }
       tokens.push_back(from.tokens + done);
@@ -192,25 +192,21 @@ void Decoder::forward(const Request* requests, int count, Logits which, float* l
   State& state = *state_;
   state.check(requests, count);
   std::int64_t all = 0, positions = 0;
-  std::vector<std::int64_t> lengths;
   std::vector<RecurrentStates::Growth> growths;
   for (int r = 0; r < count; ++r) {
-    lengths.push_back(state.cache.length(requests[r].sequence));
-    growths.push_back({requests[r].sequence, lengths.back(), requests[r].count});
+    growths.push_back({requests[r].sequence, state.cache.length(requests[r].sequence), requests[r].count});
     all += requests[r].count;
-    positions = std::max(positions, lengths.back() + requests[r].count);
+    positions = std::max(positions, growths.back().length + requests[r].count);
   }
   state.reserve(std::min(all, state.chunk_tokens()));
   state.reserve_positions(positions);
-  const bool has_states = state.states.is_used();
   try {
-    std::vector<RecurrentStates::Step> steps;
-    if (has_states) steps = state.states.take(growths);
-    for (int r = 0; r < count; ++r) state.cache.extend(requests[r].sequence, requests[r].count);
-    state.run(requests, count, lengths.data(), has_states ? steps.data() : nullptr, which, logits);
-    if (has_states) state.states.commit(steps, growths);
+    std::vector<RecurrentStates::Step> steps = state.states.take(growths);
+    for (const auto& growth : growths) state.cache.extend(growth.sequence, growth.count);
+    state.run(requests, growths, steps, which, logits);
+    state.states.commit(steps, growths);
   } catch (...) {
-    for (int r = 0; r < count; ++r) truncate(requests[r].sequence, lengths[r]);
+    for (const auto& growth : growths) truncate(growth.sequence, growth.length);
     throw;
   }
 }

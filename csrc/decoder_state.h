@@ -94,8 +94,8 @@ struct Decoder::State {
   std::int64_t chunk_tokens() const;  // maximum tokens that go through the blocks together
   void reserve(std::int64_t tokens);
   void reserve_positions(std::int64_t positions);
-  void run(const Request* requests, int count, const std::int64_t* lengths,
-           const RecurrentStates::Step* steps, Logits which, float* logits);
+  void run(const Request* requests, const std::vector<RecurrentStates::Growth>& growths,
+           const std::vector<RecurrentStates::Step>& steps, Logits which, float* logits);
   void run_chunk(const std::int32_t* const* tokens, Logits which, float* logits);
   void attend(const Block& block, std::int64_t tokens, bool add);
   void gate_attended(std::int64_t tokens);

@@ -62,6 +62,7 @@ RecurrentStates::Shared RecurrentStates::make() {
 }
 
 std::vector<RecurrentStates::Step> RecurrentStates::take(const std::vector<Growth>& growths) {
+  if (!is_used()) return {};
   std::vector<Step> steps(growths.size());
   // What may throw comes first.
   for (std::size_t i = 0; i < growths.size(); ++i) {

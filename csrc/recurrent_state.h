@@ -64,7 +64,7 @@ class RecurrentStates {
   };
   // Takes the latest states of sequences, at `length`, for `count` more tokens, which are part of a prompt if
   // they are several. Until `commit` the sequences have snapshots alone. Throws std::length_error or
-  // std::bad_alloc, and then only snapshots may be gone.
+  // std::bad_alloc, and then only snapshots may be gone. No steps if the model has no states.
   std::vector<Step> take(const std::vector<Growth>& growths);
   void commit(std::vector<Step>& steps, const std::vector<Growth>& growths);
 
