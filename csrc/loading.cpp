@@ -2,7 +2,6 @@
 #include "loading.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <vector>

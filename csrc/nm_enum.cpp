@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "packed_rows.h"
 
-#include <cstdint>
 #include <cstring>
-#include <vector>
 
 namespace sparse_bitnet {
 namespace {

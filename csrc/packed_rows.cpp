@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "packed_rows.h"
 
-#include <cstdint>
 #include <cstring>
 
 namespace sparse_bitnet {

@@ -25,7 +25,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <new>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "recurrent_state.h"
 
-#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
