@@ -158,7 +158,7 @@ TARGET static void attend_rows(const PageAttention& work, const T* keys, const T
     const std::int64_t seen = keys_seen(work, first + begin + count - 1);
     multiply_rows<T>(count, work.queries + (first + begin) * work.head_dim, work.head_dim, keys,
                      page_tokens, work.head_dim, scores + begin * page_tokens, page_tokens,
-                     packed::divide_up(seen, width) * width, nullptr, to_values);
+                     packed::round_up(seen, width), nullptr, to_values);
   }
   constexpr int vectors = page_tokens / width;
   for (int r = 0; r < rows; ++r) {

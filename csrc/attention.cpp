@@ -14,7 +14,7 @@ constexpr float least_score = -1e30f;
 constexpr std::int64_t max_rows_in_chunks = 64;
 
 // Whole cache lines.
-std::int64_t aligned_floats(std::int64_t count) { return packed::divide_up(count, 16) * 16; }
+std::int64_t aligned_floats(std::int64_t count) { return packed::round_up(count, 16); }
 
 // Rows times keys below which another thread costs more than it gains.
 constexpr std::int64_t work_for_threads = 1500;

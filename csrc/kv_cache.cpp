@@ -16,17 +16,15 @@ std::int64_t element_bits(CacheType type) {
 
 std::int64_t pages_of(std::int64_t tokens) { return packed::divide_up(tokens, page_tokens); }
 
-std::int64_t round_up(std::int64_t bytes) { return packed::divide_up(bytes, 64) * 64; }
-
 }  // namespace
 
 KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
                  std::int64_t cache_tokens)
     : type_(type), kv_heads_(kv_heads) {
   const std::int64_t bits = element_bits(type);
-  const std::int64_t key_dim = type == CacheType::int4 ? packed::divide_up(head_dim, 8) * 8 : four_dim(head_dim);
-  key_bytes_ = round_up(key_dim * page_tokens * bits / 8);
-  value_bytes_ = round_up(page_tokens * padded_dim(head_dim) * bits / 8);
+  const std::int64_t key_dim = type == CacheType::int4 ? packed::round_up(head_dim, 8) : four_dim(head_dim);
+  key_bytes_ = packed::round_up(key_dim * page_tokens * bits / 8, 64);
+  value_bytes_ = packed::round_up(page_tokens * padded_dim(head_dim) * bits / 8, 64);
   const std::int64_t scale_bytes = has_codes(type) ? page_tokens * std::int64_t(sizeof(float)) : 0;
   head_bytes_ = key_bytes_ + value_bytes_ + 2 * scale_bytes;
   page_bytes_ = layers * kv_heads * head_bytes_;

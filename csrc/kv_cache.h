@@ -26,13 +26,9 @@
 namespace sparse_bitnet {
 
 // Values are padded to whole vectors of every instruction set.
-constexpr std::int64_t dim_alignment = 16;
+constexpr std::int64_t padded_dim(std::int64_t head_dim) { return packed::round_up(head_dim, 16); }
 
-constexpr std::int64_t padded_dim(std::int64_t head_dim) {
-  return packed::divide_up(head_dim, dim_alignment) * dim_alignment;
-}
-
-constexpr std::int64_t four_dim(std::int64_t head_dim) { return packed::divide_up(head_dim, 4) * 4; }
+constexpr std::int64_t four_dim(std::int64_t head_dim) { return packed::round_up(head_dim, 4); }
 
 // Bytes of int4 whose low bits are one run of int8: a line of keys; eight columns of values. The codes of a
 // token share no byte with those of another.

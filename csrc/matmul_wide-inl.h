@@ -40,7 +40,7 @@ TARGET __attribute__((noinline)) static void widen_rows(const Matrix& matrix, st
 template <int T>
 INLINE void widen_activations(const std::int8_t* codes, const std::int8_t* fine, std::int64_t stride,
                               std::int64_t count, std::int16_t* out) {
-  const std::int64_t whole = packed::divide_up(count, 64) * 64;
+  const std::int64_t whole = packed::round_up(count, 64);
   for (int t = 0; t < T; ++t, out += wide_block) {
     const std::int8_t* coarse = codes + t * stride;
     for (std::int64_t c = 0; c < whole; ++c) out[c] = std::int16_t(coarse[c] * 128);

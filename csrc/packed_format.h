@@ -106,11 +106,12 @@ constexpr Pattern coded(Pattern pattern) {
 }
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
 
 // i2
 
 constexpr std::int64_t i2_plane_bytes(std::int64_t block_weights) {
-  return divide_up(divide_up(block_weights, 4), i2_tail_alignment) * i2_tail_alignment;
+  return round_up(divide_up(block_weights, 4), i2_tail_alignment);
 }
 
 constexpr std::int64_t i2_row_bytes(std::int64_t in_features) {
