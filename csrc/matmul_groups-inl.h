@@ -203,16 +203,11 @@ TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, con
 template <int T>
 INLINE void strips_sums(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                         const GroupSums& of, std::int64_t token, float* sums) {
-  constexpr int together = strips_together;
-  for (std::int64_t r = begin; r < end;) {
-    const bool whole = r + (together - 1) * strip_rows < end;
+  for (std::int64_t r = begin, count; r < end; r += count * strip_rows) {
     float* to = sums + (r - begin);
-    if (whole) {
-      strip_sums<together, T>(matrix, r, x, of, token, to);
-    } else {
-      strip_sums<1, T>(matrix, r, x, of, token, to);
-    }
-    r += whole ? together * strip_rows : strip_rows;
+    count = r + (strips_together - 1) * strip_rows < end ? strips_together : 1;
+    count > 1 ? strip_sums<strips_together, T>(matrix, r, x, of, token, to)
+              : strip_sums<1, T>(matrix, r, x, of, token, to);
   }
 }
 

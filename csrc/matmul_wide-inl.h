@@ -60,7 +60,7 @@ INLINE void wide_words(const std::uint8_t* tile, const std::int16_t* x, std::int
       weights[v] = load_bytes(tile + w * (4 * tile_rows) + v * VECTOR_BYTES);
     }
     UNROLL for (int t = 0; t < T; ++t) {
-      const Bytes two = repeat4(reinterpret_cast<const std::int8_t*>(x + t * wide_block + 2 * w));
+      const Bytes two = repeat4(x + t * wide_block + 2 * w);
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
         sums[t][v] = dot_pairs(sums[t][v], weights[v], two);
       }
