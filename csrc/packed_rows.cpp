@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "packed_rows.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace sparse_bitnet {
@@ -10,16 +11,6 @@ using packed::Pattern;
 
 constexpr char bad_padding[] = "the padding of a row is not zero codes";
 constexpr char bad_group[] = "a group has more non-zeros than the pattern allows";
-
-struct ByteTables {
-  std::uint8_t is_b3[256];  // whether the byte stands for five codes
-
-  constexpr ByteTables() : is_b3() {
-    for (int value = 0; value < 243; ++value) is_b3[(256 * value + 242) / 243] = 1;
-  }
-};
-
-constexpr ByteTables tables;
 
 // The formats in blocks, byte j of which holds digits a plane apart.
 struct I2 {
@@ -61,10 +52,11 @@ struct B3 {
       }
     }
   }
+  // 243 times a byte is 256 V + r. It stands for the five codes of V if r < 243.
   static bool is_valid(const std::uint8_t* bytes, std::int64_t count) {
-    std::uint8_t valid = 1;
-    for (std::int64_t i = 0; i < count; ++i) valid &= tables.is_b3[bytes[i]];
-    return valid != 0;
+    std::uint8_t most = 0;
+    for (std::int64_t i = 0; i < count; ++i) most = std::max(most, std::uint8_t(243 * bytes[i]));
+    return most < 243;
   }
 };
 
