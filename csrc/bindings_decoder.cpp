@@ -274,15 +274,8 @@ class DecoderHandle {
 };
 
 // A method of the decoder, for the handle.
-template <class Result, class... Arguments>
-auto used(Result (Decoder::*method)(Arguments...)) {
-  return [method](DecoderHandle& handle, Arguments... arguments) {
-    return handle.use([&](Decoder& decoder) { return (decoder.*method)(arguments...); });
-  };
-}
-
-template <class Result, class... Arguments>
-auto used(Result (Decoder::*method)(Arguments...) const) {
+template <class... Arguments, class Method>
+auto used(Method method) {
   return [method](DecoderHandle& handle, Arguments... arguments) {
     return handle.use([&](Decoder& decoder) { return (decoder.*method)(arguments...); });
   };
@@ -335,13 +328,13 @@ void bind_decoder(nb::module_& module) {
       .def(nb::init<const ModelBuilder&, int, CacheType, std::int64_t, std::int64_t, const Kernels&>(),
            "model"_a, "threads"_a, "cache"_a, "context_length"_a, "cache_tokens"_a, "kernels"_a)
       .def("open", used(&Decoder::open), "A new, empty sequence.")
-      .def("close", used(&Decoder::close), "sequence"_a, "Give its pages back.")
-      .def("fork", used(&Decoder::fork), "sequence"_a, "length"_a,
+      .def("close", used<int>(&Decoder::close), "sequence"_a, "Give its pages back.")
+      .def("fork", used<int, std::int64_t>(&Decoder::fork), "sequence"_a, "length"_a,
            "A new sequence with the first `length` tokens; ValueError where the cache is full.")
-      .def("truncate", used(&Decoder::truncate), "sequence"_a, "length"_a,
+      .def("truncate", used<int, std::int64_t>(&Decoder::truncate), "sequence"_a, "length"_a,
            "Forget the tokens from `length` on.")
-      .def("length", used(&Decoder::length), "sequence"_a)
-      .def("held", used(&Decoder::held), "sequence"_a, "length"_a,
+      .def("length", used<int>(&Decoder::length), "sequence"_a)
+      .def("held", used<int, std::int64_t>(&Decoder::held), "sequence"_a, "length"_a,
            "Tokens that a fork at `length` would have: fewer where a recurrent state is not there.")
       .def_prop_ro("most_states", used(&Decoder::most_states), "Recurrent states of all sequences, or 0.")
       .def_prop_ro("free_tokens", used(&Decoder::free_tokens), "Room in whole free pages.")
