@@ -37,15 +37,11 @@ struct Tables {
   Polynomial slice[slices][256];
 
   constexpr Tables() : slice() {
-    for (std::uint32_t b = 0; b < 256; ++b) {
-      Polynomial rest = b;
-      for (int bit = 0; bit < 8; ++bit) rest = times_x(rest);
-      slice[0][b] = rest;
-    }
-    for (int k = 1; k < slices; ++k) {
-      for (int b = 0; b < 256; ++b) {
-        const Polynomial before = slice[k - 1][b];
-        slice[k][b] = (before >> 8) ^ slice[0][before & 255];
+    for (int b = 0; b < 256; ++b) {
+      Polynomial rest = Polynomial(b);
+      for (int k = 0; k < slices; ++k) {
+        for (int bit = 0; bit < 8; ++bit) rest = times_x(rest);
+        slice[k][b] = rest;
       }
     }
   }
