@@ -27,10 +27,9 @@ class ActivationBuffer {
     const std::size_t bytes = std::size_t(tokens * stride + activation_slack);
     codes_.assign(bytes, 0);
     if (fine) fine_.assign(bytes, 0);
-    view_.columns = columns;
-    view_.group = group;
-    scales_.assign(tokens * view_.scales_a_token(), 0);
-    sums_.assign(tokens * view_.scales_a_token(), 0);
+    const std::int64_t scales = tokens * (group ? columns / group : 1);
+    scales_.assign(scales, 0);
+    sums_.assign(scales, 0);
     fine_sums_.assign(tokens, 0);
     view_ = {tokens, columns, stride, codes_.data(), fine ? fine_.data() : nullptr, scales_.data(),
              sums_.data(), fine ? fine_sums_.data() : nullptr, false, nullptr, nullptr, group};
