@@ -4,16 +4,12 @@
 
 constexpr int group_size = int4_group, group_vectors = group_size / width;
 
-struct Group {
-  Floats v[group_vectors];
-};
-
-// The value of largest magnitude.
-INLINE float extreme_of(const Group& values) {
-  Floats largest = values.v[0], smallest = values.v[0];
+// The value of largest magnitude of a group.
+INLINE float extreme_of(const Floats* values) {
+  Floats largest = values[0], smallest = values[0];
   UNROLL for (int i = 1; i < group_vectors; ++i) {
-    largest = larger(largest, values.v[i]);
-    smallest = smaller(smallest, values.v[i]);
+    largest = larger(largest, values[i]);
+    smallest = smaller(smallest, values[i]);
   }
   const float most = largest_lane(largest), least = -largest_lane(-smallest);
   return most > -least ? most : least;
@@ -31,11 +27,11 @@ struct Fit {
   float scale, gain;
 };
 
-INLINE Fit fit(const Group& values, float inverse) {
+INLINE Fit fit(const Floats* values, float inverse) {
   Floats products[sum_vectors] = {}, squares[sum_vectors] = {};
   UNROLL for (int i = 0; i < group_vectors; ++i) {
-    const Floats code = round_values(values.v[i], inverse);
-    products[i % sum_vectors] += code * values.v[i];
+    const Floats code = round_values(values[i], inverse);
+    products[i % sum_vectors] += code * values[i];
     squares[i % sum_vectors] += code * code;
   }
   const float product = sum_of(products), scale = product / sum_of(squares);
@@ -47,8 +43,8 @@ INLINE float quantize_group(const float* from, std::uint8_t* out) {
   // How many steps the value of largest magnitude is from zero. With 8 it is represented exactly; fewer
   // use less of the range, more clip it for finer steps.
   constexpr float candidates[] = {8.0f, 7.25f, 9.0f};
-  Group values;
-  __builtin_memcpy(&values, from, sizeof values);
+  Floats values[group_vectors];
+  __builtin_memcpy(values, from, sizeof values);
   const float extreme = extreme_of(values);
   float best_inverse = 0;
   Fit best = {0, 0};
@@ -64,7 +60,7 @@ INLINE float quantize_group(const float* from, std::uint8_t* out) {
   }
   std::int32_t digits[group_size];
   UNROLL for (int i = 0; i < group_vectors; ++i) {
-    const Floats digit = round_values(values.v[i], best_inverse) + 8.0f;
+    const Floats digit = round_values(values[i], best_inverse) + 8.0f;
     store(digits + i * width, __builtin_convertvector(digit, Ints));
   }
   for (int i = 0; i < group_size / 2; ++i) {
