@@ -10,10 +10,6 @@
 namespace sparse_bitnet {
 namespace {
 
-std::int64_t element_bits(CacheType type) {
-  return type == CacheType::float32 ? 32 : type == CacheType::float16 ? 16 : type == CacheType::int8 ? 8 : 4;
-}
-
 std::int64_t pages_of(std::int64_t tokens) { return packed::divide_up(tokens, page_tokens); }
 
 }  // namespace
@@ -21,7 +17,7 @@ std::int64_t pages_of(std::int64_t tokens) { return packed::divide_up(tokens, pa
 KvCache::KvCache(CacheType type, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
                  std::int64_t cache_tokens)
     : type_(type), kv_heads_(kv_heads) {
-  const std::int64_t bits = element_bits(type);
+  const int bits = type == CacheType::float32 ? 32 : type == CacheType::float16 ? 16 : type == CacheType::int8 ? 8 : 4;
   const std::int64_t key_dim = type == CacheType::int4 ? packed::round_up(head_dim, 8) : four_dim(head_dim);
   key_bytes_ = packed::round_up(key_dim * page_tokens * bits / 8, 64);
   value_bytes_ = packed::round_up(page_tokens * padded_dim(head_dim) * bits / 8, 64);

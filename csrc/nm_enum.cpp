@@ -53,6 +53,9 @@ GroupDecoder::GroupDecoder(packed::Pattern pattern, std::int64_t columns)
 const char* GroupDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) const {
   const std::int64_t groups = columns_ / pattern_.m;
   const int tail = int(groups % groups_per_word_);
+  const auto bits_of = [&](int count) {
+    return pattern_.exact ? count * packed::nm_sign_group_bits(pattern_) : packed::nm_enum_bits(pattern_, count);
+  };
   const int word_bits = bits_of(groups_per_word_), tail_bits = bits_of(tail);
   const char* damage = nullptr;
   std::int64_t bit = 0;
@@ -65,11 +68,6 @@ const char* GroupDecoder::decode(const std::uint8_t* row, std::uint8_t* digits) 
     bit += bits;
   }
   return bit % 8 != 0 && row[bit / 8] >> (bit % 8) != 0 ? bad_padding : damage;
-}
-
-int GroupDecoder::bits_of(int groups) const {
-  if (pattern_.exact) return groups * packed::nm_sign_group_bits(pattern_);
-  return packed::nm_enum_bits(pattern_, groups);
 }
 
 const char* GroupDecoder::decode_word(std::uint64_t word, int groups, std::uint8_t* digits) const {

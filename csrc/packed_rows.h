@@ -42,7 +42,6 @@ class GroupDecoder {
   const char* decode_word(std::uint64_t word, int groups, std::uint8_t* digits) const;
   // Whether there is a group of that number.
   bool decode_group(std::uint64_t number, std::uint8_t* digits) const;
-  int bits_of(int groups) const;
 
   packed::Pattern pattern_;
   std::int64_t columns_;
