@@ -20,11 +20,10 @@ constexpr std::int64_t bytes_per_thread = 1 << 18;
 // Calls body(begin, end) for consecutive pieces of `size` of [0, count), on up to `threads` threads, the
 // calling one among them: those of the OpenMP runtime that PyTorch has loaded. Bodies must not throw.
 //
-// After a parallel region those threads spin for some milliseconds and hold their cores. Threads of our
-// own, woken right after a matrix product, wait for a core and gain nothing (two cores, mask of 896 x
-// 4864 weights: 1.00 ms with two threads, 0.98 ms with one); the spinning ones start at once (0.77 ms).
-// So the runtime is looked up in the process, never linked; where there is none, the calling thread
-// does all the work, as it does in the child of a fork, where the runtime would wait for the parent's.
+// After a parallel region those threads spin for some milliseconds and hold their cores: they start at once, where
+// threads of our own would wait for a core (two cores, mask of 896 x 4864 weights: 0.77 ms against 1.00 ms). The
+// runtime is looked up in the process, never linked. The calling thread does all the work where there is none, and
+// in the child of a fork, where the runtime would wait for the parent's threads.
 template <class Body>
 void parallel_for(std::int64_t count, std::int64_t size, int threads, const Body& body) {
   static const OpenmpParallel openmp = find_openmp();
