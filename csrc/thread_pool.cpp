@@ -48,12 +48,9 @@ bool spin_until(bool limited, Ready&& ready) {
       pause_core();
     }
     const auto now = std::chrono::steady_clock::now();
-    if (look == 0) {
-      start = now;
-    } else {
-      if (limited && now - start > spin_time) return ready();
-      std::this_thread::yield();
-    }
+    if (look == 0) start = now;
+    if (limited && now - start > spin_time) return ready();
+    if (look > 0) std::this_thread::yield();
   }
 }
 
