@@ -57,8 +57,7 @@ const Kernels& choose_kernels(const std::string& isa) {
   for (const Kernels& row : table) {
     if (!row.is_supported()) continue;
     if (wanted.empty() || wanted == row.isa) return row;
-    if (is_emulation(row)) continue;
-    has += (has.empty() ? "" : ", ") + std::string(row.isa);
+    if (!is_emulation(row)) has += (has.empty() ? "" : ", ") + std::string(row.isa);
   }
   throw std::invalid_argument(std::string(from_variable ? "SPARSE_BITNET_ISA=" : "instruction set ") +
                               wanted + ": this machine has " + has);
