@@ -97,6 +97,18 @@ struct GroupConversion {
   TARGET __attribute__((always_inline)) void operator()() { convert(tokens_a_call); }
 };
 
+// Fetches sums into the first cache, where stores of tiles want them: two lines of 64 bytes a call.
+struct SumsAhead {
+  const std::int32_t *at, *end;
+
+  TARGET __attribute__((always_inline)) void operator()() {
+    if (at >= end) return;
+    __builtin_prefetch(at, 1, 3);
+    __builtin_prefetch(at + 16, 1, 3);
+    at += 32;
+  }
+};
+
 // The tiles of tokens t to t + 31, from `column` on, a multiple of 64.
 INLINE UnitTiles token_tiles(const Activations& x, bool is_fine, std::int64_t t, std::int64_t column) {
   const auto tile = [&](std::int64_t from) TARGET {
@@ -151,7 +163,10 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
           unit_sums<true>(unit, m, n, tokens_of, rows_of, steps, first, to, unit_side * parts, held, between);
         };
         if (!group) {
-          add_up(false, c, c == 0, dots, nothing);
+          // Sums that are loaded, too, must have come before their block is begun.
+          const std::int32_t* next = dots + (c == 0 ? 0 : unit_side * unit_side);
+          SumsAhead ahead{next, next + (fine ? 0 : unit_side * unit_side)};
+          add_up(false, c, c == 0, dots, ahead);
           if (fine) add_up(true, c, c == 0, dots + unit_side, nothing);
           continue;
         }
