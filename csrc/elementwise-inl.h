@@ -42,18 +42,6 @@ TARGET static void add_and_norm(float* residual, const float* delta, const float
   for (std::int64_t i = whole; i < n; ++i) out[i] = weight[i] * (residual[i] * inverse);
 }
 
-INLINE Floats gated_vector(Activation activation, const Floats& gate, const Floats& up) {
-  if (activation == Activation::silu) return gate / (1.0f + bounded_exponential(-gate)) * up;
-  if (activation == Activation::sigmoid) return up / (1.0f + bounded_exponential(-gate));
-  if (activation == Activation::gelu_tanh) {
-    // (1 + tanh(y)) / 2 = 1 / (1 + e^(-2y)), y = sqrt(2 / pi) (x + 0.044715 x^3).
-    const Floats twice = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
-    return gate / (1.0f + bounded_exponential(-twice)) * up;
-  }
-  const Floats positive = larger(gate, Floats{});
-  return positive * positive * up;
-}
-
 TARGET static void gated(Activation activation, const float* gate, const float* up, std::int64_t n, float* out,
                          bool streams) {
   std::int64_t i = 0;

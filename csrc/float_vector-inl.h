@@ -11,13 +11,6 @@ INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
   return bit_cast<Floats>((mask & bit_cast<Ints>(yes)) | (~mask & bit_cast<Ints>(no)));
 }
 
-// Returns b if either is NaN.
-template <class V>
-INLINE V larger(const V& a, const V& b) {
-  return a > b ? a : b;
-}
-INLINE Floats smaller(const Floats& a, const Floats& b) { return a < b ? a : b; }
-
 constexpr float largest_half = 65504.0f;
 
 // NaN stays NaN.
@@ -121,25 +114,7 @@ INLINE Floats fused_in_software(const Floats& a, const Floats& b, const Floats& 
 // Adding this to a float of at most 2^22 rounds it half to even to an integer, which is in the low bits of the sum.
 constexpr float round_to_low_bits = 12582912.0f;
 
-// e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
-// as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with
-// |r| <= ln 2 / 2, ln 2 in two parts; e^r by its Taylor polynomial of degree 7, whose remainder is below 2^-27.
-INLINE Floats bounded_exponential(const Floats& x) {
-  const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
-  const Floats shifted = FUSED(bounded, splat(1.44269504f), splat(round_to_low_bits));
-  const Floats n = shifted - round_to_low_bits;
-  Floats r = FUSED(n, splat(-0.693359375f), bounded);
-  r = FUSED(n, splat(2.12194440e-4f), r);
-  Floats y = splat(1.0f / 5040);
-  y = FUSED(y, r, splat(1.0f / 720));
-  y = FUSED(y, r, splat(1.0f / 120));
-  y = FUSED(y, r, splat(1.0f / 24));
-  y = FUSED(y, r, splat(1.0f / 6));
-  y = FUSED(y, r, splat(0.5f));
-  y = FUSED(y, r * r, r) + 1.0f;
-  // The low bits of `shifted` are n; those above them leave the register.
-  return y * bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
-}
+#include "activation-inl.h"
 
 // 2^x for x <= 0: zero below -126, NaN for NaN. Within 2e-7 of it: x = n + r with |r| <= 1/2, both exact, 2^r by its
 // Taylor polynomial of degree 6, whose remainder is below 2^-22.9.

@@ -57,6 +57,16 @@ INLINE Vector<T> splat(T value) {
   return value - Vector<T>{};  // value + 0 is not what -0.0 is: compilers would add
 }
 
+// Returns b if either is NaN.
+template <class V>
+INLINE V larger(const V& a, const V& b) {
+  return a > b ? a : b;
+}
+template <class V>
+INLINE V smaller(const V& a, const V& b) {
+  return a < b ? a : b;
+}
+
 // Lanes of the concatenation (a, b) picked by a constant list of indices.
 #if defined(__clang__)
 #define PICK(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
