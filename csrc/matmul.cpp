@@ -261,7 +261,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const bool is_gated = count > 0 && products[count - 1].gated_by, has_gate = is_gated && count == 1;
   const bool is_long = x.on_unit && !is_gated && x.columns * max_tokens_a_call > max_unit_activations;
   const std::int64_t pieces_a_thread = x.on_unit ? is_long ? 2 : 4 : 8;
-  const std::int64_t most = is_long                      ? max_unit_rows
+  const std::int64_t most = is_long                      ? max_unit_rows / (x.fine ? 2 : 1)
                             : x.on_unit || x.tokens == 1 ? max_rows_a_call
                                                          : max_rows_without_unit;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
@@ -286,7 +286,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
       PieceSums of_piece[2];
       const auto part = [&](int i) -> const Product& { return product[has_gate ? 0 : i]; };
       for (int i = first; i <= last; ++i) {
-        std::int32_t* dots = scratch.dots + i * max_dots;
+        std::int32_t* dots = scratch.dots + i * (max_dots / 2);
         of_piece[i] = kernels.matmul.multiply(tokens, of_groups, *part(i).matrix, begin, end, dots, scratch);
       }
       for (std::int64_t token = 0; token < tokens.tokens; ++token, y += product->y_stride) {

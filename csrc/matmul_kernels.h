@@ -17,11 +17,11 @@ constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
 constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3_strips are looked up, not multiplied
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
-// With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, they meet twice as many
+// With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, they meet four times as many
 // rows.
-constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 2 * max_rows_a_call;
+constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
 constexpr std::int64_t max_dots = max_tokens_a_call * max_unit_rows;
-static_assert(2 * max_rows_a_call <= max_unit_rows);  // with `fine`, sums of fewer rows fit as well
+static_assert(4 * max_rows_a_call <= max_unit_rows);  // two products of fewer rows, with `fine`, fit as well
 // An output of more floats than this would take the place of activations in the L2 cache: it is written past it.
 constexpr std::int64_t min_streamed = std::int64_t(1) << 18;
 
@@ -44,14 +44,14 @@ constexpr std::int64_t max_wide_tokens = 4;
 // Memory of one thread, of any content: weights unpacked to tiles, their scales where they are int4,
 // activations in 16 bits, sums, and a token's rows of two products, one of which gates the other.
 struct MatmulScratch {
-  alignas(64) std::uint8_t tile[max_unit_rows * unit_column_block];
+  alignas(64) std::uint8_t tile[max_rows_a_call * wide_column_block * 2];
   alignas(64) float scales[max_unit_rows * max_groups_a_block];
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
-  alignas(64) std::int32_t dots[2 * max_dots];
+  alignas(64) std::int32_t dots[max_dots];
   alignas(64) std::int32_t group_dots[3][unit_side * unit_side];
   alignas(64) float rows[2][max_rows_a_call];
 };
-static_assert(sizeof MatmulScratch::tile >= max_rows_a_call * wide_column_block * 2);
+static_assert(sizeof MatmulScratch::tile >= unit_side * unit_column_block);
 
 // The sums of a piece, [rows / block, max_tokens_a_call, codes and fine, block]: integers that are `offset` times the
 // sum of the activations too high, or floats where groups are scaled. int8 with `fine` has two of them, of which only
@@ -83,7 +83,7 @@ struct MatmulKernels {
   void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
   // The sums of rows [begin, end), begin the first row of a strip, end - begin at most max_rows_a_call, on a unit
-  // max_unit_rows. They lie in `dots`, max_dots of scratch.dots, or twice as many for max_unit_rows with `fine`.
+  // max_unit_rows, or with `fine` half of them. They lie in `dots`, a part of scratch.dots.
   // group_sums, where the matrix has a summed_group and no unit multiplies: sum_groups of each token's codes, then, for
   // int4, of its fine.
   PieceSums (*multiply)(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix, std::int64_t begin,

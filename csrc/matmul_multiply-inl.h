@@ -119,9 +119,9 @@ INLINE UnitTiles token_tiles(const Activations& x, bool is_fine, std::int64_t t,
   return {tile(t), x.stride, 64, t + unit_tile < x.tokens ? tile(t + unit_tile) - tile(t) : 0};
 }
 
-// The sums of a piece (PieceSums, blocks of unit_side rows) on a matrix unit. All rows of a column block are unpacked
-// before the tokens come. 32 rows of it then stay in the first cache and meet all tokens, 32 at a time. The sums of a
-// group become floats while the group after the next one is multiplied.
+// The sums of a piece (PieceSums, blocks of unit_side rows) on a matrix unit. 32 rows of a column
+// block are unpacked at a time and stay in the first cache while they meet all tokens, 32 at a time. The sums of a group
+// become floats while the group after the next one is multiplied.
 template <class Unit, bool SCALED>
 TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               bool fine, std::int32_t* all_dots, MatmulScratch& scratch) {
@@ -142,10 +142,6 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t steps = packed::divide_up(group ? group : count, 64);
-    for (std::int64_t r = begin; r < end; r += tile_rows) {
-      unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
-                  to_next_tile(matrix, begin, end, r, c, block), {scratch.tile + (r - begin) * block, offset});
-    }
     for (std::int64_t g = 0; group && g < count / group; ++g) {
       for (std::int64_t r = 0; r < rows; r += row_lanes) {
         store(scratch.scales + g * max_unit_rows + r, row_scales<Floats>(matrix, begin + r, c / group + g));
@@ -153,13 +149,18 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
     }
     for (std::int64_t r = 0; r < rows; r += unit_side) {
       const std::int64_t n = rows - r < unit_side ? rows - r : unit_side;
+      for (std::int64_t in_tile = 0; in_tile < n; in_tile += tile_rows) {
+        const std::int64_t row = begin + r + in_tile;
+        unpack_tile(matrix, row, row + tile_rows < end ? row + tile_rows : end, c, count,
+                    to_next_tile(matrix, begin, end, row, c, block), {scratch.tile + in_tile * block, offset});
+      }
       for (std::int64_t t = 0; t < x.tokens; t += unit_side) {
         const std::int64_t m = x.tokens - t < unit_side ? x.tokens - t : unit_side;
         std::int32_t* dots = all_dots + (r * max_tokens_a_call + t * unit_side) * parts;
         const auto add_up = [&](bool is_fine, std::int64_t from, bool first, std::int32_t* to,
                                 auto& between) TARGET {
           const UnitTiles tokens_of = token_tiles(x, is_fine, t, from);
-          const UnitTiles rows_of = {scratch.tile + r * block + (from - c) * tile_rows, line, unit_tile * line, second};
+          const UnitTiles rows_of = {scratch.tile + (from - c) * tile_rows, line, unit_tile * line, second};
           unit_sums<true>(unit, m, n, tokens_of, rows_of, steps, first, to, unit_side * parts, held, between);
         };
         if (!group) {
