@@ -9,6 +9,7 @@
 //   constexpr int strips_together                    strips of i2 that are multiplied at once
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2; and for Fours x
 //   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
+//   FUSED(a, b, c)                                   a * b + c, rounded once
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 // with PAIRED_TILES dot_pairs, for tiles in pairs of rows, with NARROW_SUMS widen, dot_int8, int8_offset and what
 // matmul_wide-inl.h asks for, and with HAS_SUMS (one file for each width of vectors) SumKernels.
@@ -48,8 +49,11 @@ constexpr const SumKernels* sum_kernels = nullptr;
 #endif
 #include "unit_sums-inl.h"
 #include "matmul_multiply-inl.h"
+#include "matmul_gated-inl.h"
 
 template <class Unit>
 constexpr MatmulKernels kernels_on(std::int64_t tiles_from) {
-  return {quantize_token, sum_groups, multiply_on<Unit>, finish_by_vectors, tiles_from, sum_kernels};
+  decltype(MatmulKernels::multiply_gated) gated = nullptr;
+  if constexpr (Unit::is_there) gated = unit_gated<Unit>;
+  return {quantize_token, sum_groups, multiply_on<Unit>, finish_by_vectors, gated, tiles_from, sum_kernels};
 }

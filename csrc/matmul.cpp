@@ -259,12 +259,15 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
       int(std::clamp<std::int64_t>(work / work_per_thread, 1, std::int64_t(pool.threads())));
   // Of a gated product alone, y is the gate already.
   const bool is_gated = count > 0 && products[count - 1].gated_by, has_gate = is_gated && count == 1;
-  const bool is_long = x.on_unit && !is_gated && x.columns * max_tokens_a_call > max_unit_activations;
-  const std::int64_t pieces_a_thread = x.on_unit ? is_long ? 2 : 4 : 8;
-  const std::int64_t most = is_long                      ? max_unit_rows / (x.fine ? 2 : 1)
-                            : x.on_unit || x.tokens == 1 ? max_rows_a_call
-                                                         : max_rows_without_unit;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
+  const bool is_pair = is_gated && count == 2 && x.on_unit && !x.fine && group == 0 && !in_b3_strips &&
+                       !products[0].bias && !products[1].bias;
+  const bool is_long = x.on_unit && x.columns * max_tokens_a_call > max_unit_activations;
+  const std::int64_t tokens_a_call = is_pair && is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
+  const std::int64_t pieces_a_thread = x.on_unit ? is_long ? 2 : 4 : 8;
+  const std::int64_t most = is_pair || (is_long && !is_gated) ? max_unit_rows / (x.fine ? 2 : 1)
+                            : x.on_unit || x.tokens == 1      ? max_rows_a_call
+                                                              : max_rows_without_unit;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = x.on_unit ? nullptr : group_sums(kernels, pool, x, group);
@@ -277,12 +280,16 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   };
   const auto multiply = [&](const Product* product, std::int64_t begin, std::int64_t end) {
     MatmulScratch& scratch = thread_scratch();
-    for (std::int64_t t = 0; t < x.tokens; t += max_tokens_a_call) {
-      const Activations tokens = x.range(t, std::min(t + max_tokens_a_call, x.tokens));
+    for (std::int64_t t = 0; t < x.tokens; t += tokens_a_call) {
+      const Activations tokens = x.range(t, std::min(t + tokens_a_call, x.tokens));
       const std::int32_t* of_groups = sums ? sums + t * sums_a_token : nullptr;
       float* y = product->y + t * product->y_stride + begin;
       const bool streams = x.on_unit && x.tokens * product->y_stride > min_streamed;
       const int first = has_gate ? 1 : 0, last = is_gated ? 1 : 0;
+      if (is_pair) {
+        kernels.matmul.multiply_gated(tokens, product, begin, end, y, streams, scratch);
+        continue;
+      }
       PieceSums of_piece[2];
       const auto part = [&](int i) -> const Product& { return product[has_gate ? 0 : i]; };
       for (int i = first; i <= last; ++i) {

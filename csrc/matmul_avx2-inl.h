@@ -2,6 +2,7 @@
 // 256 bits of x86, for matmul_avx2.cpp and matmul_avxvnni.cpp. Included like matmul_vectors-inl.h, which
 // comes first.
 
+#define FUSED(a, b, c) Vector<float>(_mm256_fmadd_ps(a, b, c))
 INLINE __m256i bits(const Bytes& v) { return bit_cast<__m256i>(v); }
 
 // As in matmul_groups-inl.h.

@@ -8,6 +8,7 @@ constexpr int tile_vectors = 2, tile_tokens = 12;
 constexpr std::int64_t tile_from[weight_formats] = {24, 8, 64, 6, 48};
 constexpr int strip_tile_from = 24, strips_together = 2;
 
+#define FUSED(a, b, c) Vector<float>(_mm512_fmadd_ps(a, b, c))
 INLINE __m512i bits(const Bytes& v) { return bit_cast<__m512i>(v); }
 
 constexpr bool takes_any_bytes = true;

@@ -116,7 +116,7 @@ static PieceSums multiply(const Activations& x, const std::int32_t*, const Matri
 }  // namespace generic_matmul
 
 const MatmulKernels matmul_generic = {generic_matmul::quantize_token, generic_matmul::sum_groups,
-                                      generic_matmul::multiply, generic_matmul::finish_token, 0,
+                                      generic_matmul::multiply, generic_matmul::finish_token, nullptr, 0,
                                       nullptr};
 
 }  // namespace sparse_bitnet

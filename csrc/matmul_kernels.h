@@ -18,7 +18,7 @@ constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3_strips are lo
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
 // With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, they meet four times as many
-// rows.
+// rows; of a product and its gate, half as many tokens are taken at a time.
 constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
 constexpr std::int64_t max_dots = max_tokens_a_call * max_unit_rows;
 static_assert(4 * max_rows_a_call <= max_unit_rows);  // two products of fewer rows, with `fine`, fit as well
@@ -92,6 +92,11 @@ struct MatmulKernels {
   // The sums of token t -> y [end - begin], past the caches where it `streams`.
   void (*finish_token)(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
                        std::int64_t end, const PieceSums& sums, float* y, bool streams);
+
+  // Rows [begin, end), at most max_unit_rows, of y = activation(first) * second of a pair of products without groups,
+  // strips, biases or `fine`, on a unit; null without one. `y` is that of row `begin`; past the caches where it `streams`.
+  void (*multiply_gated)(const Activations& x, const Product* pair, std::int64_t begin, std::int64_t end, float* y,
+                         bool streams, MatmulScratch& scratch);
 
   // From this many tokens on a matrix unit multiplies; 0: there is none.
   std::int64_t tiles_from;

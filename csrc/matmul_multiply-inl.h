@@ -97,15 +97,19 @@ struct GroupConversion {
   TARGET __attribute__((always_inline)) void operator()() { convert(tokens_a_call); }
 };
 
-// Fetches sums into the first cache, where stores of tiles want them: two lines of 64 bytes a call.
+// Fetches a block of sums [unit_side, unit_side] into the first cache, four lines a call: those that are about to be
+// stored or, if such sums are loaded first, those of the block after it.
 struct SumsAhead {
-  const std::int32_t *at, *end;
+  const std::int32_t *at = nullptr, *end = nullptr;
 
+  SumsAhead() = default;
+  SumsAhead(const std::int32_t* block, bool from_zero)
+      : at(block + (from_zero ? 0 : unit_side * unit_side)), end(at + unit_side * unit_side) {}
+  TARGET __attribute__((always_inline)) bool is_done() const { return at == end; }
   TARGET __attribute__((always_inline)) void operator()() {
-    if (at >= end) return;
-    __builtin_prefetch(at, 1, 3);
-    __builtin_prefetch(at + 16, 1, 3);
-    at += 32;
+    if (is_done()) return;
+    UNROLL for (int i = 0; i < 4; ++i) __builtin_prefetch(at + 16 * i, 1, 3);
+    at += 64;
   }
 };
 
@@ -164,9 +168,7 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
           unit_sums<true>(unit, m, n, tokens_of, rows_of, steps, first, to, unit_side * parts, held, between);
         };
         if (!group) {
-          // Sums that are loaded, too, must have come before their block is begun.
-          const std::int32_t* next = dots + (c == 0 ? 0 : unit_side * unit_side);
-          SumsAhead ahead{next, next + (fine ? 0 : unit_side * unit_side)};
+          SumsAhead ahead(dots, c == 0);
           add_up(false, c, c == 0, dots, ahead);
           if (fine) add_up(true, c, c == 0, dots + unit_side, nothing);
           continue;

@@ -5,6 +5,7 @@
 constexpr int rows_together = 4, tokens_together = 4;
 constexpr int strip_tile_from = 24, strips_together = 1;
 
+#define FUSED(a, b, c) Vector<float>(vfmaq_f32(c, a, b))
 INLINE uint8x16_t bits(const Bytes& v) { return bit_cast<uint8x16_t>(v); }
 
 constexpr bool takes_any_bytes = false;

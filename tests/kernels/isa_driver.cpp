@@ -227,9 +227,9 @@ void test_groups(const Kernels& ours, Random& random) {
 // A product whose activation gates the next one, or one that is there already; once written past the caches.
 void test_gated(const Kernels& ours, Random& random) {
   ThreadPool pool(2);
-  constexpr std::int64_t rows = 150, columns = 192, tokens = 37;
+  constexpr std::int64_t rows = 150, columns = 832, tokens = 37;
   constexpr Activation silu = Activation::silu;
-  const Weights gate(random, WeightFormat::i2, dense, rows, columns, -1), up(random, WeightFormat::i2, dense, rows, columns, -1);
+  const Weights gate(random, WeightFormat::i2, dense, rows, columns, -1), up(random, WeightFormat::int8, dense, rows, columns, -1);
   const Tokens x(ours, random.floats(tokens * columns), tokens, false);
   const auto run = [&](std::vector<Product> products) { matmul(ours, pool, x.activations, products.data(), int(products.size())); };
   for (std::int64_t stride : {160, 7168}) {

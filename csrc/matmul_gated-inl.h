@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// A product that gates another, both at once on a matrix unit. Included by matmul-inl.h after matmul_multiply-inl.h.
+
+#include "activation-inl.h"
+
+// How sums of 16 rows of a gate, and beside them of the 16 rows that it gates, become values.
+struct GatedRows {
+  Activation activation;
+  bool streams;
+  std::int64_t rows, y_stride;  // rows: those of the 16 that there are
+  Floats scales[2][unit_tile / row_lanes];
+};
+
+// Sums [tokens, unit_side] -> y [tokens, y_stride], a token every other call, after those that fetch sums. By then the
+// tiles that were held are stored. Its members are scalars, so that a copy of it stays in registers.
+struct Gating {
+  const GatedRows* of = nullptr;
+  const std::int32_t *sums = nullptr, *end = nullptr;
+  const float* token_scale = nullptr;
+  float* y = nullptr;
+  std::int64_t calls = 0;
+  SumsAhead ahead = {};
+
+  TARGET __attribute__((always_inline)) void gate_token() {
+    float part[unit_tile];
+    UNROLL for (int v = 0; v < unit_tile; v += row_lanes) {
+      Floats values[2];
+      UNROLL for (int i = 0; i < 2; ++i) {
+        const Floats exact = __builtin_convertvector(load<Sums>(sums + i * unit_tile + v), Floats);
+        values[i] = exact * (*token_scale * of->scales[i][v / row_lanes]);
+      }
+      const Floats gated = gated_vector(of->activation, values[0], values[1]);
+      of->rows < unit_tile ? store(part + v, gated) : of->streams ? stream(y + v, gated) : store(y + v, gated);
+    }
+    if (of->rows < unit_tile) __builtin_memcpy(y, part, of->rows * sizeof(float));
+    sums += unit_side, y += of->y_stride, ++token_scale;
+  }
+  TARGET __attribute__((always_inline)) void operator()() {
+    if (!ahead.is_done()) return ahead();
+    if (sums < end && ++calls % 2 == 0) gate_token();
+  }
+  TARGET void finish() { while (sums < end) gate_token(); }
+};
+
+// MatmulKernels::multiply_gated. 16 rows of each matrix are unpacked at a time, as if they were 32 of one, and stay in the
+// first cache while they meet all tokens; the second one holds all activations. The sums of these rows are gated while
+// the next ones are multiplied.
+template <class Unit>
+TARGET static void unit_gated(const Activations& x, const Product* pair, std::int64_t begin, std::int64_t end, float* y,
+                              bool streams, MatmulScratch& scratch) {
+  constexpr std::int64_t line = 4 * tile_rows, block = unit_column_block;
+  constexpr std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
+  const std::int64_t columns = x.columns;
+  Unit unit;
+  unit.begin();
+  std::int32_t* held = nullptr;
+  Gating gating;
+  GatedRows gated[2];
+  for (std::int64_t r = begin; r < end; r += unit_tile) {
+    const int turn = (r - begin) / unit_tile % 2;
+    std::int32_t* sums = scratch.dots + turn * unit_side * max_tokens_a_call;
+    GatedRows& of = gated[turn];
+    of = {*pair[1].gated_by, streams, end - r < unit_tile ? end - r : unit_tile, pair->y_stride, {}};
+    for (int i = 0; i < 2 * of.rows; ++i) {
+      const std::int64_t row = i / 2;
+      const Matrix& matrix = *pair[i % 2].matrix;
+      of.scales[i % 2][row / row_lanes][row % row_lanes] = matrix.scales ? matrix.scales[r + row] : matrix.scale;
+    }
+    for (std::int64_t c = 0; c < columns; c += block) {
+      const bool is_last = c + block >= columns;
+      const std::int64_t count = is_last ? columns - c : block, steps = packed::divide_up(count, 64);
+      for (std::int64_t at = 0; at < unit_side; at += row_lanes) {
+        const Matrix& matrix = *pair[at / unit_tile].matrix;
+        const std::int64_t row = r + at % unit_tile, row_end = row + row_lanes < end ? row + row_lanes : end;
+        const std::int64_t next = is_last ? unit_tile * matrix.row_stride : bytes_before(matrix, c + block);
+        const TilePlace place = {scratch.tile + at / tile_rows * tile_rows * block + at % tile_rows * tile_columns,
+                                 std::uint8_t(matrix.format == WeightFormat::int8 ? 128 : 1)};
+        if (row < end) unpack_rows(matrix, row, row_end, c, count, next - bytes_before(matrix, c), place);
+      }
+      for (std::int64_t t = 0; t < x.tokens; t += unit_side) {
+        const std::int64_t m = x.tokens - t < unit_side ? x.tokens - t : unit_side;
+        std::int32_t* to = sums + t * unit_side;
+        gating.ahead = SumsAhead(to, c == 0);
+        if (is_last && t > 0) gating.end = to;
+        unit_sums<true>(unit, m, unit_side, token_tiles(x, false, t, c), {scratch.tile, line, unit_tile * line, second},
+                        steps, c == 0, to, unit_side, held, gating);
+        if (!is_last || t > 0) continue;
+        gating.finish();
+        gating = {&of, sums, sums, x.scales, y + (r - begin)};
+      }
+    }
+    gating.end = sums + x.tokens * unit_side;
+  }
+  store_unit_sums<2, 2>(unit, held, unit_side);
+  gating.finish();
+  unit.end();
+}
