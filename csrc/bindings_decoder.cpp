@@ -273,7 +273,7 @@ class DecoderHandle {
   std::unique_ptr<Decoder> decoder_;
 };
 
-// A method of the decoder, for the handle.
+// A method of the decoder, for the handle. Arguments: the method's own types.
 template <class... Arguments, class Method>
 auto used(Method method) {
   return [method](DecoderHandle& handle, Arguments... arguments) {

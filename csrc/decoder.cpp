@@ -107,7 +107,7 @@ void Decoder::State::reserve_positions(std::int64_t positions) {
   }
 }
 
-// Runs the requests in chunks; `growths` are those of their sequences.
+// Runs the requests in chunks; growths[i] is what the sequence of request i grows by, `steps` of recurrent states.
 void Decoder::State::run(const Request* requests, const std::vector<RecurrentStates::Growth>& growths,
                          const std::vector<RecurrentStates::Step>& steps, Logits which, float* logits) {
   std::size_t request = 0;

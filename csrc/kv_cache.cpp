@@ -46,12 +46,12 @@ KvCache::Sequence& KvCache::find(int sequence) {
 const KvCache::Sequence& KvCache::find(int sequence) const { return const_cast<KvCache*>(this)->find(sequence); }
 
 KvCache::Sequence& KvCache::find(int sequence, std::int64_t length, const char* what) {
-  Sequence& longer = find(sequence);
-  if (length < 0 || length > longer.length) {
-    throw std::out_of_range(what + std::to_string(length) + ": the sequence has " + std::to_string(longer.length) +
+  Sequence& found = find(sequence);
+  if (length < 0 || length > found.length) {
+    throw std::out_of_range(what + std::to_string(length) + ": the sequence has " + std::to_string(found.length) +
                             " tokens");
   }
-  return longer;
+  return found;
 }
 
 std::int32_t KvCache::take_page() {

@@ -74,7 +74,7 @@ class KvCache {
 
   Sequence& find(int sequence);
   const Sequence& find(int sequence) const;
-  // One of at least `length` tokens; `what` begins the error.
+  // The same, of at least `length` tokens, else std::out_of_range; `what` begins its message.
   Sequence& find(int sequence, std::int64_t length, const char* what);
   std::int32_t take_page();
   void release_page(std::int32_t page);

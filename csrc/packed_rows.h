@@ -22,7 +22,7 @@ const char* decode_b3(const std::uint8_t* row, std::int64_t columns, std::uint8_
 
 void encode_i2(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* row);
 
-// Why a row, with padding as decoded, has groups of more than n non-zeros, or null. The pattern is coded.
+// Why a row has groups of more than n non-zeros, or null. The pattern is coded; 7 digits behind the row must be 1.
 const char* check_groups(packed::Pattern pattern, const std::uint8_t* digits, std::int64_t columns);
 
 // nm-enum and nm-sign (packed_format.h) to digits: words to group numbers to the digits of several groups at
