@@ -114,7 +114,7 @@ INLINE Floats fused_in_software(const Floats& a, const Floats& b, const Floats& 
 // Adding this to a float of at most 2^22 rounds it half to even to an integer, which is in the low bits of the sum.
 constexpr float round_to_low_bits = 12582912.0f;
 
-#include "activation-inl.h"
+#include "gate-inl.h"
 
 // 2^x for x <= 0: zero below -126, NaN for NaN. Within 2e-7 of it: x = n + r with |r| <= 1/2, both exact, 2^r by its
 // Taylor polynomial of degree 6, whose remainder is below 2^-22.9.

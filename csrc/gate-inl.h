@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations that gate, by vectors of floats. Included like float_vector-inl.h, with Floats, FUSED and
-// round_to_low_bits.
+// Activation functions of gates. Included like float_vector-inl.h, with Floats, FUSED and round_to_low_bits.
 
 // e^x for x within -87 and 88, where neither result nor scaling leaves the normal numbers; other x count
 // as the nearer bound, and NaN as -87. About one unit in the last place: x = n ln 2 + r with

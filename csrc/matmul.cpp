@@ -260,14 +260,16 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   // Of a gated product alone, y is the gate already.
   const bool is_gated = count > 0 && products[count - 1].gated_by, has_gate = is_gated && count == 1;
   const std::int64_t group = count > 0 ? products->matrix->summed_group() : 0;
+  // Whether a unit multiplies the gate and what it gates at once.
   const bool is_pair = is_gated && count == 2 && x.on_unit && !x.fine && group == 0 && !in_b3_strips &&
                        !products[0].bias && !products[1].bias;
-  const bool is_long = x.on_unit && x.columns * max_tokens_a_call > max_unit_activations;
-  const std::int64_t tokens_a_call = is_pair && is_long ? max_tokens_a_call / 2 : max_tokens_a_call;
+  const bool is_large = x.on_unit && x.columns * std::min(x.tokens, max_tokens_a_call) > max_unit_activations;
+  const bool is_long = is_large && !is_gated;
+  const std::int64_t tokens_a_call = is_large && is_pair ? max_tokens_a_call / 2 : max_tokens_a_call;
   const std::int64_t pieces_a_thread = x.on_unit ? is_long ? 2 : 4 : 8;
-  const std::int64_t most = is_pair || (is_long && !is_gated) ? max_unit_rows / (x.fine ? 2 : 1)
-                            : x.on_unit || x.tokens == 1      ? max_rows_a_call
-                                                              : max_rows_without_unit;
+  const std::int64_t most = is_long                      ? max_unit_rows / (x.fine ? 2 : 1)
+                            : x.on_unit || x.tokens == 1 ? max_rows_a_call
+                                                         : max_rows_without_unit;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = x.on_unit ? nullptr : group_sums(kernels, pool, x, group);

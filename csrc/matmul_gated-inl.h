@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // A product that gates another, both at once on a matrix unit. Included by matmul-inl.h after matmul_multiply-inl.h.
 
-#include "activation-inl.h"
+#include "gate-inl.h"
 
-// How sums of 16 rows of a gate, and beside them of the 16 rows that it gates, become values.
+// What turns the integer sums of 16 rows of a gate, and beside them of the 16 that it gates, into values.
 struct GatedRows {
   Activation activation;
   bool streams;
-  std::int64_t rows, y_stride;  // rows: those of the 16 that there are
+  std::int64_t count, y_stride;  // of the 16 rows, those that there are
   Floats scales[2][unit_tile / row_lanes];
 };
 
-// Sums [tokens, unit_side] -> y [tokens, y_stride], a token every other call, after those that fetch sums. By then the
-// tiles that were held are stored. Its members are scalars, so that a copy of it stays in registers.
+// Gates sums [tokens, unit_side] into y [tokens, y_stride]: a token every second call, once `ahead` is done. Members
+// are scalars, so that a copy stays in registers.
 struct Gating {
-  const GatedRows* of = nullptr;
+  const GatedRows* conversion = nullptr;
   const std::int32_t *sums = nullptr, *end = nullptr;
   const float* token_scale = nullptr;
   float* y = nullptr;
@@ -22,19 +22,21 @@ struct Gating {
   SumsAhead ahead = {};
 
   TARGET __attribute__((always_inline)) void gate_token() {
-    float part[unit_tile];
+    float part[unit_tile], *to = conversion->count < unit_tile ? part : y;
     UNROLL for (int v = 0; v < unit_tile; v += row_lanes) {
       Floats values[2];
       UNROLL for (int i = 0; i < 2; ++i) {
         const Floats exact = __builtin_convertvector(load<Sums>(sums + i * unit_tile + v), Floats);
-        values[i] = exact * (*token_scale * of->scales[i][v / row_lanes]);
+        values[i] = exact * (*token_scale * conversion->scales[i][v / row_lanes]);
       }
-      const Floats gated = gated_vector(of->activation, values[0], values[1]);
-      of->rows < unit_tile ? store(part + v, gated) : of->streams ? stream(y + v, gated) : store(y + v, gated);
+      const Floats gated = gated_vector(conversion->activation, values[0], values[1]);
+      conversion->streams ? stream(to + v, gated) : store(to + v, gated);
     }
-    if (of->rows < unit_tile) __builtin_memcpy(y, part, of->rows * sizeof(float));
-    sums += unit_side, y += of->y_stride, ++token_scale;
+    if (to == part) __builtin_memcpy(y, part, conversion->count * sizeof(float));
+    sums += unit_side, y += conversion->y_stride, ++token_scale;
   }
+  // Tiles of the block before are stored in the first four calls, and read after them.
+  static_assert(unit_side * unit_side / 64 >= 4);
   TARGET __attribute__((always_inline)) void operator()() {
     if (!ahead.is_done()) return ahead();
     if (sums < end && ++calls % 2 == 0) gate_token();
@@ -42,15 +44,13 @@ struct Gating {
   TARGET void finish() { while (sums < end) gate_token(); }
 };
 
-// MatmulKernels::multiply_gated. 16 rows of each matrix are unpacked at a time, as if they were 32 of one, and stay in the
-// first cache while they meet all tokens; the second one holds all activations. The sums of these rows are gated while
-// the next ones are multiplied.
+// MatmulKernels::multiply_gated. 16 rows of each matrix are unpacked side by side, as if they were 32 of one, and
+// stay in the first cache while all tokens meet them. Vectors gate their sums while the unit multiplies the next ones.
 template <class Unit>
 TARGET static void unit_gated(const Activations& x, const Product* pair, std::int64_t begin, std::int64_t end, float* y,
                               bool streams, MatmulScratch& scratch) {
   constexpr std::int64_t line = 4 * tile_rows, block = unit_column_block;
   constexpr std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
-  const std::int64_t columns = x.columns;
   Unit unit;
   unit.begin();
   std::int32_t* held = nullptr;
@@ -59,16 +59,16 @@ TARGET static void unit_gated(const Activations& x, const Product* pair, std::in
   for (std::int64_t r = begin; r < end; r += unit_tile) {
     const int turn = (r - begin) / unit_tile % 2;
     std::int32_t* sums = scratch.dots + turn * unit_side * max_tokens_a_call;
-    GatedRows& of = gated[turn];
-    of = {*pair[1].gated_by, streams, end - r < unit_tile ? end - r : unit_tile, pair->y_stride, {}};
-    for (int i = 0; i < 2 * of.rows; ++i) {
-      const std::int64_t row = i / 2;
+    GatedRows& conversion = gated[turn];
+    conversion = {*pair[1].gated_by, streams, end - r < unit_tile ? end - r : unit_tile, pair->y_stride, {}};
+    for (std::int64_t i = 0; i < 2 * conversion.count; ++i) {
       const Matrix& matrix = *pair[i % 2].matrix;
-      of.scales[i % 2][row / row_lanes][row % row_lanes] = matrix.scales ? matrix.scales[r + row] : matrix.scale;
+      const float scale = matrix.scales ? matrix.scales[r + i / 2] : matrix.scale;
+      conversion.scales[i % 2][i / 2 / row_lanes][i / 2 % row_lanes] = scale;
     }
-    for (std::int64_t c = 0; c < columns; c += block) {
-      const bool is_last = c + block >= columns;
-      const std::int64_t count = is_last ? columns - c : block, steps = packed::divide_up(count, 64);
+    for (std::int64_t c = 0; c < x.columns; c += block) {
+      const bool is_last = c + block >= x.columns;
+      const std::int64_t count = is_last ? x.columns - c : block, steps = packed::divide_up(count, 64);
       for (std::int64_t at = 0; at < unit_side; at += row_lanes) {
         const Matrix& matrix = *pair[at / unit_tile].matrix;
         const std::int64_t row = r + at % unit_tile, row_end = row + row_lanes < end ? row + row_lanes : end;
@@ -86,7 +86,7 @@ TARGET static void unit_gated(const Activations& x, const Product* pair, std::in
                         steps, c == 0, to, unit_side, held, gating);
         if (!is_last || t > 0) continue;
         gating.finish();
-        gating = {&of, sums, sums, x.scales, y + (r - begin)};
+        gating = {&conversion, sums, sums, x.scales, y + (r - begin)};
       }
     }
     gating.end = sums + x.tokens * unit_side;

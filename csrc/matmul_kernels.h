@@ -17,11 +17,11 @@ constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
 constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3_strips are looked up, not multiplied
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
-// With a unit, where the activations of so many tokens exceed so many bytes of the L2 cache, they meet four times as many
-// rows; of a product and its gate, half as many tokens are taken at a time.
+// If a call's activations exceed so many bytes of the L2 cache, a unit multiplies up to max_unit_rows rows of a product
+// at a time, and half as many tokens of a gate and what it gates.
 constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
 constexpr std::int64_t max_dots = max_tokens_a_call * max_unit_rows;
-static_assert(4 * max_rows_a_call <= max_unit_rows);  // two products of fewer rows, with `fine`, fit as well
+static_assert(2 * max_rows_a_call * max_tokens_a_call <= max_dots / 2);  // of each of two products, with `fine`
 // An output of more floats than this would take the place of activations in the L2 cache: it is written past it.
 constexpr std::int64_t min_streamed = std::int64_t(1) << 18;
 
@@ -83,7 +83,8 @@ struct MatmulKernels {
   void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
   // The sums of rows [begin, end), begin the first row of a strip, end - begin at most max_rows_a_call, on a unit
-  // max_unit_rows, or with `fine` half of them. They lie in `dots`, a part of scratch.dots.
+  // max_unit_rows, or with `fine` half of them. They lie in `dots`, a half of scratch.dots, or all for more than
+  // max_rows_a_call.
   // group_sums, where the matrix has a summed_group and no unit multiplies: sum_groups of each token's codes, then, for
   // int4, of its fine.
   PieceSums (*multiply)(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix, std::int64_t begin,
@@ -93,8 +94,8 @@ struct MatmulKernels {
   void (*finish_token)(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
                        std::int64_t end, const PieceSums& sums, float* y, bool streams);
 
-  // Rows [begin, end), at most max_unit_rows, of y = activation(first) * second of a pair of products without groups,
-  // strips, biases or `fine`, on a unit; null without one. `y` is that of row `begin`; past the caches where it `streams`.
+  // y = activation(pair[0]) * pair[1] of rows [begin, end); null without a unit. Neither has groups, strips, a bias or
+  // `fine`. `y` is that of row `begin`; past the caches if it `streams`.
   void (*multiply_gated)(const Activations& x, const Product* pair, std::int64_t begin, std::int64_t end, float* y,
                          bool streams, MatmulScratch& scratch);
 

@@ -97,8 +97,8 @@ struct GroupConversion {
   TARGET __attribute__((always_inline)) void operator()() { convert(tokens_a_call); }
 };
 
-// Fetches a block of sums [unit_side, unit_side] into the first cache, four lines a call: those that are about to be
-// stored or, if such sums are loaded first, those of the block after it.
+// Prefetches a block of sums [unit_side, unit_side] into the first cache, four lines a call: this block if it is only
+// stored, the next one if it is loaded first.
 struct SumsAhead {
   const std::int32_t *at = nullptr, *end = nullptr;
 

@@ -57,7 +57,7 @@ INLINE Vector<T> splat(T value) {
   return value - Vector<T>{};  // value + 0 is not what -0.0 is: compilers would add
 }
 
-// Returns b if either is NaN.
+// Both return b if either is NaN.
 template <class V>
 INLINE V larger(const V& a, const V& b) {
   return a > b ? a : b;
