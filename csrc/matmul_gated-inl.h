@@ -49,8 +49,7 @@ struct Gating {
 template <class Unit>
 TARGET static void unit_gated(const Activations& x, const Product* pair, std::int64_t begin, std::int64_t end, float* y,
                               bool streams, MatmulScratch& scratch) {
-  constexpr std::int64_t line = 4 * tile_rows, block = unit_column_block;
-  constexpr std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
+  constexpr std::int64_t block = unit_column_block;
   Unit unit;
   unit.begin();
   std::int32_t* held = nullptr;
@@ -82,8 +81,8 @@ TARGET static void unit_gated(const Activations& x, const Product* pair, std::in
         std::int32_t* to = sums + t * unit_side;
         gating.ahead = SumsAhead(to, c == 0);
         if (is_last && t > 0) gating.end = to;
-        unit_sums<true>(unit, m, unit_side, token_tiles(x, false, t, c), {scratch.tile, line, unit_tile * line, second},
-                        steps, c == 0, to, unit_side, held, gating);
+        unit_sums<true>(unit, m, unit_side, token_tiles(x, false, t, c), row_tiles(scratch.tile), steps, c == 0, to,
+                        unit_side, held, gating);
         if (!is_last || t > 0) continue;
         gating.finish();
         gating = {&conversion, sums, sums, x.scales, y + (r - begin)};

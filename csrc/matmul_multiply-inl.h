@@ -123,17 +123,18 @@ INLINE UnitTiles token_tiles(const Activations& x, bool is_fine, std::int64_t t,
   return {tile(t), x.stride, 64, t + unit_tile < x.tokens ? tile(t + unit_tile) - tile(t) : 0};
 }
 
-// The sums of a piece (PieceSums, blocks of unit_side rows) on a matrix unit. 32 rows of a column
-// block are unpacked at a time and stay in the first cache while they meet all tokens, 32 at a time. The sums of a group
-// become floats while the group after the next one is multiplied.
+// The tiles of unit_side rows unpacked at `tile`. The second one: the other half of the lines, or the next tile of rows.
+INLINE UnitTiles row_tiles(const std::uint8_t* tile) {
+  constexpr std::int64_t line = 4 * tile_rows;
+  return {tile, line, unit_tile * line, tile_rows > unit_tile ? 4 * unit_tile : unit_column_block * tile_rows};
+}
+
+// The sums of a piece (PieceSums, blocks of unit_side rows) on a matrix unit. 32 rows at a time are unpacked and stay in
+// the first cache while all tokens meet them. A group's sums become floats while the group after next is multiplied.
 template <class Unit, bool SCALED>
 TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               bool fine, std::int32_t* all_dots, MatmulScratch& scratch) {
-  constexpr std::int64_t line = 4 * tile_rows;
-  constexpr std::int64_t block = unit_column_block;
-  const std::int64_t rows = end - begin, group = matrix.group, parts = fine ? 2 : 1;
-  // The second tile of a pair: the other half of the lines, or the next tile of rows.
-  const std::int64_t second = tile_rows > unit_tile ? 4 * unit_tile : block * tile_rows;
+  const std::int64_t block = unit_column_block, rows = end - begin, group = matrix.group, parts = fine ? 2 : 1;
   const std::uint8_t offset = matrix.format == WeightFormat::int8 ? 128 : 1;
   Unit unit;
   unit.begin();
@@ -164,7 +165,7 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
         const auto add_up = [&](bool is_fine, std::int64_t from, bool first, std::int32_t* to,
                                 auto& between) TARGET {
           const UnitTiles tokens_of = token_tiles(x, is_fine, t, from);
-          const UnitTiles rows_of = {scratch.tile + (from - c) * tile_rows, line, unit_tile * line, second};
+          const UnitTiles rows_of = row_tiles(scratch.tile + (from - c) * tile_rows);
           unit_sums<true>(unit, m, n, tokens_of, rows_of, steps, first, to, unit_side * parts, held, between);
         };
         if (!group) {
