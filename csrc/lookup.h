@@ -31,7 +31,8 @@ namespace sparse_bitnet::lookup {
 constexpr int block_codes = 64;
 constexpr int table_size = 64;
 
-// Bits [from, from + width) of a byte of a vector, which are bits `to` and up of a code; from >= to.
+// Bits [from, from + width) of a byte of a vector, which are bits `to` and up of a code; from >= to. The next field of a
+// code is of the bits above.
 struct Field {
   int vector, from, width, to;
 };
@@ -42,7 +43,7 @@ struct Places {
 
 // Where the code of each row of a strip lies, for codes of 6 and of 5 bits.
 inline constexpr Places places_of_six[] = {
-    {1, {{0, 0, 6, 0}}}, {1, {{1, 0, 6, 0}}}, {1, {{2, 0, 6, 0}}}, {3, {{0, 6, 2, 4}, {1, 6, 2, 2}, {2, 6, 2, 0}}},
+    {1, {{0, 0, 6, 0}}}, {1, {{1, 0, 6, 0}}}, {1, {{2, 0, 6, 0}}}, {3, {{2, 6, 2, 0}, {1, 6, 2, 2}, {0, 6, 2, 4}}},
 };
 inline constexpr Places places_of_five[] = {
     {1, {{0, 0, 5, 0}}},

@@ -2,7 +2,7 @@
 // The body of matmul_avx2.cpp, matmul_avxvnni.cpp, matmul_avx512vnni.cpp, matmul_neon.cpp and the like:
 // MatmulKernels for one instruction set. Included inside its namespace after matmul_vectors-inl.h and these primitives, all
 // of them INLINE:
-//   constexpr int rows_together, tokens_together     sums that stay in registers where rows are decoded
+//   constexpr int tokens_together                    tokens of four rows whose sums stay in registers
 //   constexpr int tile_vectors, tile_tokens          and where tiles are multiplied, see matmul_tiles-inl.h
 //   constexpr std::int64_t tile_from[]               by format, the count of tokens from which tiles are faster
 //   constexpr int strip_tile_from                    the same of i2 with group scales; lookup: two thirds

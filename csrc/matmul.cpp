@@ -243,13 +243,14 @@ void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, const Ac
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
   bool on_unit = kernels.matmul.tiles_from > 0 && given.tokens >= kernels.matmul.tiles_from;
-  bool in_quads = false, in_b3_strips = false;
+  bool in_quads = false, in_b3_strips = false, all_ternary = true;
   std::int64_t rows = 0;
   for (int i = 0; i < count; ++i) {
     const Matrix& matrix = *products[i].matrix;
     on_unit &= is_for_unit(matrix);
     in_quads |= matrix.format == WeightFormat::lookup && lookup::shape_of(matrix.pattern).neighbours();
     in_b3_strips |= matrix.format == WeightFormat::b3_strips;
+    all_ternary &= is_ternary(matrix.format);
     rows += matrix.rows;
   }
   Activations x = on_unit ? for_unit(given) : given;
@@ -266,10 +267,12 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const bool is_large = x.on_unit && x.columns * std::min(x.tokens, max_tokens_a_call) > max_unit_activations;
   const bool is_long = is_large && !is_gated;
   const std::int64_t tokens_a_call = is_large && is_pair ? max_tokens_a_call / 2 : max_tokens_a_call;
-  const std::int64_t pieces_a_thread = x.on_unit ? is_long ? 2 : 4 : 8;
-  const std::int64_t most = is_long                      ? max_unit_rows / (x.fine ? 2 : 1)
-                            : x.on_unit || x.tokens == 1 ? max_rows_a_call
-                                                         : max_rows_without_unit;
+  const std::int64_t pieces_a_thread = is_long ? 2 : x.on_unit || x.tokens <= max_few_tokens ? 4 : 8;
+  const std::int64_t most = is_long                                      ? max_unit_rows / (x.fine ? 2 : 1)
+                            : x.on_unit                                  ? max_rows_a_call
+                            : x.tokens <= max_few_tokens                 ? max_rows_of_few
+                            : x.tokens <= max_some_tokens && all_ternary ? max_rows_of_some
+                                                                         : max_rows_without_unit;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = x.on_unit ? nullptr : group_sums(kernels, pool, x, group);

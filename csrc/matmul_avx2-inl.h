@@ -33,7 +33,7 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
   return bit_cast<Bytes>(entries);
 }
 
-constexpr int rows_together = 4, tokens_together = 2;
+constexpr int tokens_together = 2;
 // vpdpbusd takes as long as ten of it keep busy; sums in 16 bits are ready at once.
 #if defined(NARROW_SUMS)
 constexpr int tile_vectors = 2, tile_tokens = 4;

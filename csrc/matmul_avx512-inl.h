@@ -2,7 +2,7 @@
 // 512 bits of x86, for matmul_avx512vnni.cpp and matmul_avx512vbmi.cpp. Included like matmul_vectors-inl.h,
 // which comes first.
 
-constexpr int rows_together = 4, tokens_together = 4;
+constexpr int tokens_together = 4;
 constexpr int tile_vectors = 2, tile_tokens = 12;
 // Where decoding along the rows costs little, a tile pays off late.
 constexpr std::int64_t tile_from[weight_formats] = {24, 8, 64, 6, 48};

@@ -80,7 +80,7 @@ static PieceSums multiply(const Activations& x, const std::int32_t*, const Matri
   const bool int4 = matrix.format == WeightFormat::int4;
   const bool fine = x.fine && matrix.format == WeightFormat::int8;
   const std::int64_t group = matrix.summed_group(), groups = group ? packed::divide_up(matrix.columns, group) : 0;
-  const std::int64_t step = max_rows_a_call, block = column_block(matrix.format, group, matrix.pattern);
+  const std::int64_t step = sums_apart(begin, end), block = column_block(matrix.format, group, matrix.pattern);
   __builtin_memset(dots, 0, x.tokens * step * (fine ? 2 : 1) * sizeof(std::int32_t));
   for (std::int64_t r = begin; r < end; ++r) {
     for (std::int64_t c = 0; c < matrix.columns; c += block) {

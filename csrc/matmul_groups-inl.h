@@ -74,11 +74,12 @@ INLINE V row_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) 
   return scales_at<V>(matrix, scale_index(matrix, row < last ? row : last) + group * matrix.rows_of_strip());
 }
 
-// sums [T, max_rows_a_call] of S strips of i2 (matmul.h) and of tokens from `token` on. What the strips after
-// these hold is prefetched as far ahead as these reach.
+// sums [T, sums_apart] of `count` strips of i2 (matmul.h), `step` rows apart, and of tokens from `token` on. S strips are
+// multiplied together; a group of these and one of the next S are read in turns.
 template <int S, int T>
-TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x, const GroupSums& of,
-                              std::int64_t token, float* sums) {
+TARGET __attribute__((noinline)) static void strip_sums(const Matrix& matrix, std::int64_t row, std::int64_t step,
+                                                        int count, const Activations& x, const GroupSums& of,
+                                                        std::int64_t token, float* sums, std::int64_t sums_apart) {
   constexpr int of_strip = 64 / VECTOR_BYTES, vectors = S * of_strip;
   // Sums that do not wait for each other, of the planes. Planes that are masked instead of shifted count 4 or 16 times as
   // much, in sums of their own, which 16 bits hold for 128 columns. NEON masks three planes; with 512 bits, two read memory faster.
@@ -87,129 +88,126 @@ TARGET static void strip_sums(const Matrix& matrix, std::int64_t row, const Acti
   constexpr int chains = most >= 4 && !is_narrow ? 4 : most >= 2 ? 2 : 1;
   constexpr int masked = VECTOR_BYTES == 16 && chains == 4 ? 3 : 2;
   constexpr std::int64_t most_columns = is_narrow ? 128 : 1 << 20;
-  const std::int64_t strip_bytes = strip_rows * matrix.row_stride, scale = scale_index(matrix, row);
-  const std::int64_t to_next_scale = of.in_row * strip_rows;
-  const std::uint8_t* words = matrix.data + row * matrix.row_stride;
-  const std::uint8_t* ahead = words + S * strip_bytes - prefetch_bytes;
   // Codes of i2 are one too high.
   const std::int64_t groups = of.in_row, excess_stride = of.parts * groups;
   const std::int32_t* excess = of.code_sums + token * excess_stride;
   const float* activation_scales = of.activation_scales ? of.activation_scales + token * groups : nullptr;
-  TokenWords<T> tokens(x.codes + token * x.stride, x.stride);
-  for (std::int64_t g = 0; g < groups; ++g) {
-    Sums dots[T][vectors] = {};
-    for (std::int64_t left = of.group; left > 0; left -= most_columns) {
-      Small small[T][vectors][chains] = {};
-      const std::uint8_t* end = words + 4 * (left < most_columns ? left : most_columns);
-      NO_UNROLL for (; words != end; words += 64) {
-        Bytes block[vectors];
-        UNROLL for (int v = 0; v < vectors; ++v) {
-          block[v] = load_bytes(words + v / of_strip * strip_bytes + v % of_strip * VECTOR_BYTES);
-        }
-        UNROLL for (int p = 0; p < i2_planes; ++p) {
-          Bytes codes[vectors];
+  const std::int64_t to_next = step * matrix.row_stride, to_next_scale = step * groups, scale = scale_index(matrix, row);
+  const std::uint8_t* strips = matrix.data + row * matrix.row_stride;
+  const std::int8_t* codes_at = x.codes + token * x.stride;
+  for (std::int64_t g = 0; g < groups; ++g, strips += 4 * of.group, codes_at += of.group) {
+    NO_UNROLL for (int s = 0; s < count; s += S) {
+      const std::uint8_t* words = strips + s * to_next;
+      TokenWords<T> tokens(codes_at, x.stride);
+      Sums dots[T][vectors] = {};
+      for (std::int64_t left = of.group; left > 0; left -= most_columns) {
+        Small small[T][vectors][chains] = {};
+        const std::uint8_t* end = words + 4 * (left < most_columns ? left : most_columns);
+        NO_UNROLL for (; words != end; words += 64) {
+          Bytes block[vectors];
           UNROLL for (int v = 0; v < vectors; ++v) {
-            codes[v] = chains == 1             ? plane(block[v], p)
-                       : masked == 3 && p == 3 ? block[v] >> 6
-                                               : block[v] & splat(std::uint8_t(3 << 2 * (p % masked)));
-            if (chains > 1 && masked == 2 && p == 1) block[v] = shifted_down(block[v], 4);
+            block[v] = load_bytes(words + v / of_strip * to_next + v % of_strip * VECTOR_BYTES);
           }
-          if (p % 2 == 0 && p / 2 < S) prefetch_with(codes[0], ahead + p / 2 * 64, words + p / 2 * strip_bytes);
-          UNROLL for (int t = 0; t < T; ++t) {
-            const Fours four = tokens.at(t, 0, p);
+          UNROLL for (int p = 0; p < i2_planes; ++p) {
+            Bytes codes[vectors];
             UNROLL for (int v = 0; v < vectors; ++v) {
-              small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
+              codes[v] = chains == 1             ? plane(block[v], p)
+                         : masked == 3 && p == 3 ? block[v] >> 6
+                                                 : block[v] & splat(std::uint8_t(3 << 2 * (p % masked)));
+              if (chains > 1 && masked == 2 && p == 1) block[v] = shifted_down(block[v], 4);
+            }
+            constexpr int ahead = T <= 2 ? strip_ahead : far_ahead;
+            if (p % 2 == 0 && p / 2 < S) fetch_with<ahead>(codes[0], words + p / 2 * to_next);
+            UNROLL for (int t = 0; t < T; ++t) {
+              const Fours four = tokens.at(t, 0, p);
+              UNROLL for (int v = 0; v < vectors; ++v) {
+                small[t][v][p % chains] = dot_codes(small[t][v][p % chains], codes[v], four);
+              }
             }
           }
+          tokens.advance(strip_columns);
         }
-        ahead += S * 64;
-        tokens.advance(strip_columns);
+        UNROLL for (int i = 0; i < T * vectors * chains; ++i) {
+          const int t = i / chains / vectors, v = i / chains % vectors, k = i % chains;
+          dots[t][v] += widen(Sums{}, small[t][v][k]) >> (chains == 1 ? 0 : 2 * (k % masked));
+        }
       }
-      UNROLL for (int i = 0; i < T * vectors * chains; ++i) {
-        const int t = i / chains / vectors, v = i / chains % vectors, k = i % chains;
-        dots[t][v] += widen(Sums{}, small[t][v][k]) >> (chains == 1 ? 0 : 2 * (k % masked));
-      }
-    }
-    UNROLL for (int v = 0; v < vectors; ++v) {
-      const std::int64_t index = scale + v / of_strip * to_next_scale + v % of_strip * row_lanes;
-      const Floats scales = scales_at<Floats>(matrix, index + g * strip_rows);
-      UNROLL for (int t = 0; t < T; ++t) {
-        Floats value = __builtin_convertvector(dots[t][v] - excess[t * excess_stride + g], Floats) * scales;
-        if (activation_scales) value *= activation_scales[t * groups + g];
-        float* to = sums + t * max_rows_a_call + v * row_lanes;
-        store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);
+      UNROLL for (int v = 0; v < vectors; ++v) {
+        const std::int64_t strip = s + v / of_strip, r = v % of_strip * row_lanes;
+        const std::int64_t index = scale + strip * to_next_scale + g * strip_rows + r;
+        const Floats scales = scales_at<Floats>(matrix, index);
+        UNROLL for (int t = 0; t < T; ++t) {
+          Floats value = __builtin_convertvector(dots[t][v] - excess[t * excess_stride + g], Floats) * scales;
+          if (activation_scales) value *= activation_scales[t * groups + g];
+          float* to = sums + t * sums_apart + strip * step + r;
+          store(to, (g == 0 ? Floats{} : load<Floats>(to)) + value);
+        }
       }
     }
   }
 }
 
 #if VECTOR_BYTES == 64
-// sums [T, max_rows_a_call] of a strip of lookup. Where one token is all, every other of codes has sums of its own, so
-// that none waits for the one before.
+// The same of strips of lookup. Where one token is all, every other of codes has sums of its own, so that none waits for
+// the one before.
 template <int T>
-TARGET static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, const Activations& x,
-                                     const GroupSums& of, std::int64_t token, float* sums) {
+TARGET __attribute__((noinline)) static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, std::int64_t step,
+                                                               int count, const Activations& x, const GroupSums& of,
+                                                               std::int64_t token, float* sums, std::int64_t sums_apart) {
   using Planes = TriplePlanes;
   constexpr int chains = T > 1 ? 1 : 2, digits = Planes::count, rows = Planes::rows, vectors = Planes::shape.vectors();
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
-  const std::int64_t scale = scale_index(matrix, row), groups = of.in_row;
-  const std::uint8_t* from = matrix.data + row * matrix.row_stride;
-  Floats total[T] = {};
+  const std::int64_t groups = of.in_row, scale = scale_index(matrix, row);
+  const std::uint8_t* strip = matrix.data + row * matrix.row_stride;
+  Floats total[strip_streams][T] = {};
   for (std::int64_t g = 0; g < groups;) {
     const bool is_shared = g + digits <= groups;
-    const std::int64_t step = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
+    const std::int64_t next = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
     const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
-    Sums sums_of[T][digits][chains] = {};
-    UNROLL for (int i = 0; i < T * digits; ++i) {
-      const int t = i / digits, p = i % digits;
-      if (p == 0 || is_shared) sums_of[t][p][0] -= of.excess(token + t, 0, g + p);
-    }
-    NO_UNROLL for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b, from += vectors * block_bytes) {
-      Bytes block[vectors];
-      Planes::load_block(from, block);
-      UNROLL for (int v = 0; v < rows; ++v, codes_at += step) {
-        const Bytes codes = Planes::codes(block, v);
-        UNROLL for (int p = 0; p < digits; ++p) {
-          Bytes weights = Planes::next(layout, codes, p);
-          const int line = line_at(v * digits + p, rows * digits, vectors);
-          if (line >= 0) prefetch_with(weights, from + line * block_bytes);
-          UNROLL for (int t = 0; t < T; ++t) {
-            const Bytes four = repeat4(codes_at + t * x.stride + p * apart);
-            sums_of[t][p][v % chains] = dot_codes(sums_of[t][p][v % chains], weights, four);
+    Sums all_sums[strip_streams][T][digits][chains] = {};
+    for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b, codes_at += rows * next) {
+      NO_UNROLL for (int s = 0; s < count; ++s) {
+        const std::uint8_t* from = strip + s * step * matrix.row_stride;
+        auto& sums_of = all_sums[s];
+        Bytes block[vectors];
+        Planes::load_block(from, block);
+        UNROLL for (int v = 0; v < rows; ++v) {
+          const Bytes codes = Planes::codes(block, v);
+          UNROLL for (int p = 0; p < digits; ++p) {
+            Bytes weights = Planes::next(layout, codes, p);
+            const int line = line_at(v * digits + p, rows * digits, vectors);
+            if (line >= 0) fetch_with<strip_ahead>(weights, from + line * block_bytes);
+            UNROLL for (int t = 0; t < T; ++t) {
+              const Bytes four = repeat4(codes_at + v * next + t * x.stride + p * apart);
+              sums_of[t][p][v % chains] = dot_codes(sums_of[t][p][v % chains], weights, four);
+            }
           }
         }
       }
+      strip += vectors * block_bytes;
     }
     // Of a group, the sums of one digit or of all.
-    const auto add_up = [&](int first, int count) TARGET {
-      const Floats scales = scales_at<Floats>(matrix, scale + g * strip_rows);
-      UNROLL for (int t = 0; t < T; ++t) {
-        Sums dot = {};
-        UNROLL for (int i = 0; i < count * chains; ++i) dot += sums_of[t][first + i / chains][i % chains];
-        Floats value = __builtin_convertvector(dot, Floats) * scales;
-        if (of.activation_scales) value *= of.activation_scales[(token + t) * groups + g];
-        total[t] += value;
+    const auto add_up = [&](int first, int summed) TARGET {
+      for (int s = 0; s < count; ++s) {
+        const Floats scales = scales_at<Floats>(matrix, scale + s * step * groups + g * strip_rows);
+        UNROLL for (int t = 0; t < T; ++t) {
+          Sums dot = Sums{} - of.excess(token + t, 0, g);
+          UNROLL for (int i = 0; i < summed * chains; ++i) dot += all_sums[s][t][first + i / chains][i % chains];
+          Floats value = __builtin_convertvector(dot, Floats) * scales;
+          if (of.activation_scales) value *= of.activation_scales[(token + t) * groups + g];
+          total[s][t] += value;
+        }
       }
       ++g;
     };
     if (!is_shared) add_up(0, digits);
     UNROLL for (int p = 0; p < digits && is_shared; ++p) add_up(p, 1);
   }
-  UNROLL for (int t = 0; t < T; ++t) store(sums + t * max_rows_a_call, total[t]);
-}
-#endif
-
-// strip_sums for strips of rows [begin, end).
-template <int T>
-INLINE void strips_sums(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
-                        const GroupSums& of, std::int64_t token, float* sums) {
-  for (std::int64_t r = begin, count; r < end; r += count * strip_rows) {
-    float* to = sums + (r - begin);
-    count = r + (strips_together - 1) * strip_rows < end ? strips_together : 1;
-    count > 1 ? strip_sums<strips_together, T>(matrix, r, x, of, token, to)
-              : strip_sums<1, T>(matrix, r, x, of, token, to);
+  for (int s = 0; s < count; ++s) {
+    UNROLL for (int t = 0; t < T; ++t) store(sums + t * sums_apart + s * step, total[s][t]);
   }
 }
+#endif
 
 // The scales of a tile's rows, as floats [groups, tile_rows].
 INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_t end, std::int64_t first,
@@ -246,13 +244,13 @@ INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int6
   }
 }
 
-// sums [T, max_rows_a_call] of a tile's rows over groups [first, first + groups) of a column block, added to what
+// sums [T, sums_apart] of a tile's rows over groups [first, first + groups) of a column block, added to what
 // is there but for first = 0, of tokens from `token` on. scales [groups, tile_rows]. With fine codes the integers
 // are 128 times as large, which float32 holds for groups of 32.
 template <int T>
 TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* codes, const std::int8_t* fine,
                                std::int64_t stride, const GroupSums& of, std::int64_t token, std::int64_t first,
-                               std::int64_t groups, const float* scales, float* sums) {
+                               std::int64_t groups, const float* scales, float* sums, std::int64_t sums_apart) {
   const std::int64_t most = of.offset == 8 ? nibble_dots : small_dots, words = of.group / 4;
   for (std::int64_t g = 0; g < groups; ++g) {
     const std::uint8_t* group = tile + g * of.group * tile_rows;
@@ -273,7 +271,7 @@ TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* code
       float factor = fine ? 1.0f / 128.0f : 1.0f;
       if (of.activation_scales) factor *= of.activation_scales[(token + t) * of.in_row + first + g];
       UNROLL for (int v = 0; v < tile_vectors; ++v) {
-        float* to = sums + t * max_rows_a_call + v * row_lanes;
+        float* to = sums + t * sums_apart + v * row_lanes;
         const Floats value = __builtin_convertvector(dots[t][v], Floats) *
                              load<Floats>(scales + g * tile_rows + v * row_lanes) * factor;
         store(to, (first + g == 0 ? Floats{} : load<Floats>(to)) + value);

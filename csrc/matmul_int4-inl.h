@@ -22,21 +22,17 @@ INLINE void load_halves(const std::int8_t* x, Bytes* low, Bytes* high) {
   }
 }
 
-// sums [tokens, max_rows_a_call] of eight rows; of fewer, the last one is taken repeatedly.
-TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                                 const Activations& x, const std::int32_t* group_sums, float* sums) {
+// sums [tokens, sums_apart] of `count` rows, `step` apart; one alone is taken eight times.
+TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t row, std::int64_t step, int count,
+                                 const Activations& x, const std::int32_t* group_sums, float* sums,
+                                 std::int64_t sums_apart) {
   const std::int64_t groups = packed::divide_up(matrix.columns, int4_group);
   const std::uint8_t* rows[group_rows];
   const float* scales[group_rows];
   for (std::int64_t i = 0; i < group_rows; ++i) {
-    const std::int64_t r = begin + i < end ? begin + i : end - 1;
+    const std::int64_t r = row + (count > 1 ? i * step : 0);
     rows[i] = matrix.data + r * matrix.row_stride;
     scales[i] = matrix.scales + r * groups;
-  }
-  // Scales are a stream of their own: those of the rows after the next eight.
-  const std::int64_t scale_bytes = group_rows * groups * std::int64_t(sizeof(float));
-  for (std::int64_t i = 0; i < scale_bytes; i += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(scales[0]) + 2 * scale_bytes + i, 0, 3);
   }
   const int parts = x.fine ? 2 : 1;
   for (std::int64_t t = 0; t < x.tokens; ++t) {
@@ -52,8 +48,8 @@ TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::
         by_row[0][i] = by_row[1][i] = Sums{};
         UNROLL for (int v = 0; v < unit_vectors; ++v) {
           const std::uint8_t* bytes = rows[i] + g * (int4_group / 2) + v * VECTOR_BYTES;
-          if (v == 0) prefetch(bytes);
-          const Bytes packed_bytes = load_bytes(bytes);
+          Bytes packed_bytes = load_bytes(bytes);
+          if (v == 0) fetch_with<row_ahead>(packed_bytes, bytes);
           const Bytes lows = low_nibbles(packed_bytes), highs = high_nibbles(packed_bytes);
           by_row[0][i] = dot_nibbles(by_row[0][i], lows, low[0][v]);
           by_row[0][i] = dot_nibbles(by_row[0][i], highs, high[0][v]);
@@ -77,6 +73,6 @@ TARGET static void dot_int4_rows(const Matrix& matrix, std::int64_t begin, std::
         total += value * scale;
       }
     }
-    for (std::int64_t i = 0; i < end - begin && i < group_rows; ++i) sums[t * max_rows_a_call + i] = total[i];
+    for (int i = 0; i < count; ++i) sums[t * sums_apart + i * step] = total[i];
   }
 }

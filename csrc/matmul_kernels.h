@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "matmul.h"
@@ -11,9 +12,16 @@
 
 namespace sparse_bitnet {
 
-// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most.
+// Tokens that `multiply` takes at a time, and rows of a piece that it is given at most: on a unit, and for many tokens.
 constexpr std::int64_t max_tokens_a_call = 512;
 constexpr std::int64_t max_rows_a_call = 128, max_rows_without_unit = 64;
+// More rows for few tokens, and of ternary weights for some, so that the streams of memory are long (matmul_rows-inl.h).
+constexpr std::int64_t max_few_tokens = 3, max_rows_of_few = 1024, max_some_tokens = 23, max_rows_of_some = 256;
+// From the sums of a token to those of the next one where rows [begin, end) are a piece and no unit multiplies. Sums of
+// the whole last strip or tile are written.
+constexpr std::int64_t sums_apart(std::int64_t begin, std::int64_t end) {
+  return std::max(packed::round_up(end - begin, b3_strips::rows), max_rows_a_call);
+}
 constexpr std::int64_t max_summed_tokens = 8;  // whose sums of b3_strips are looked up, not multiplied
 // Whether a matrix unit multiplies it: a step is 64 columns.
 inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFormat::int4 && matrix.group % 64 == 0; }
@@ -21,7 +29,9 @@ inline bool is_for_unit(const Matrix& matrix) { return matrix.format != WeightFo
 // at a time, and half as many tokens of a gate and what it gates.
 constexpr std::int64_t max_unit_activations = std::int64_t(1) << 20, max_unit_rows = 4 * max_rows_a_call;
 constexpr std::int64_t max_dots = max_tokens_a_call * max_unit_rows;
-static_assert(2 * max_rows_a_call * max_tokens_a_call <= max_dots / 2);  // of each of two products, with `fine`
+// Of each of two products, with `fine`.
+static_assert(2 * max_rows_a_call * max_tokens_a_call <= max_dots / 2);
+static_assert(2 * max_few_tokens * max_rows_of_few <= max_dots / 2 && max_some_tokens * max_rows_of_some <= max_dots / 2);
 // An output of more floats than this would take the place of activations in the L2 cache: it is written past it.
 constexpr std::int64_t min_streamed = std::int64_t(1) << 18;
 
@@ -49,7 +59,7 @@ struct MatmulScratch {
   alignas(64) std::int16_t activations[max_wide_tokens * wide_column_block];
   alignas(64) std::int32_t dots[max_dots];
   alignas(64) std::int32_t group_dots[3][unit_side * unit_side];
-  alignas(64) float rows[2][max_rows_a_call];
+  alignas(64) float rows[2][max_rows_of_few];
 };
 static_assert(sizeof MatmulScratch::tile >= unit_side * unit_column_block);
 
@@ -67,7 +77,7 @@ struct SumKernels {
   std::int64_t table_bytes;  // of a code
   // Writes the tables of a part (b3_strips.h): [codes of a part, table_bytes].
   void (*sum_tables)(const std::int8_t* codes, std::int64_t part, std::uint8_t* tables);
-  // sums [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip; without group scales integers.
+  // sums [tokens, sums_apart] of rows [begin, end), begin being the first of a strip; without group scales integers.
   void (*sum_strips)(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x, float* sums);
 };
 extern const SumKernels matmul_sums_avx2, matmul_sums_avx512;
@@ -82,9 +92,9 @@ struct MatmulKernels {
   // codes [groups, group] -> sums [groups].
   void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
-  // The sums of rows [begin, end), begin the first row of a strip, end - begin at most max_rows_a_call, on a unit
-  // max_unit_rows, or with `fine` half of them. They lie in `dots`, a half of scratch.dots, or all for more than
-  // max_rows_a_call.
+  // The sums of rows [begin, end), begin the first row of a strip, end - begin at most max_rows_a_call, of few tokens
+  // max_rows_of_few, of some and ternary weights max_rows_of_some, on a unit max_unit_rows, or with `fine` half of them.
+  // They lie in `dots`: half of scratch.dots, or all of it for more than max_rows_a_call on a unit.
   // group_sums, where the matrix has a summed_group and no unit multiplies: sum_groups of each token's codes, then, for
   // int4, of its fine.
   PieceSums (*multiply)(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix, std::int64_t begin,

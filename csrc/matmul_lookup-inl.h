@@ -33,8 +33,9 @@ struct LookupPlanes {
     UNROLL for (int i = 0; i < 3; ++i) {
       const lookup::Field& field = places.fields[i];
       if (i == places.count) break;
-      const int mask = ((1 << field.width) - 1) << field.to;
-      codes |= shifted_down(vector_of(block, field.vector), field.from - field.to) & std::uint8_t(mask);
+      const Bytes part = shifted_down(vector_of(block, field.vector), field.from - field.to);
+      const Bytes below = splat(std::uint8_t((1 << field.to) - 1));
+      codes = i == 0 ? part : (codes & below) | (part & ~below);
     }
     return codes;
   }
@@ -64,67 +65,75 @@ using TriplePlanes = LookupPlanes<3, 5, 2>;
 using QuadPlanes = LookupPlanes<4, 6, tokens_together>;
 using ExactQuadPlanes = LookupPlanes<4, 5, 2>;
 
-// dots[t * row_step + r] of a strip and T tokens.
+// dots [T, dots_apart] of `count` strips, `step` rows apart, whose blocks are read in turns, and a token, or of one strip
+// and T tokens.
 template <class Planes, int T>
-TARGET __attribute__((noinline)) static void dot_strip(const lookup::Layout& layout, const std::uint8_t* strip,
-                                                       std::int64_t blocks, const std::int8_t* x,
-                                                       std::int64_t stride, std::int32_t* dots,
-                                                       std::int64_t row_step) {
-  constexpr int R = Planes::rows, vectors = Planes::shape.vectors();
+TARGET __attribute__((noinline)) static void dot_strips(const Matrix& matrix, const std::uint8_t* strip, std::int64_t step,
+                                                        int count, const std::int8_t* x, std::int64_t stride,
+                                                        std::int32_t* dots, std::int64_t dots_apart) {
+  constexpr int R = Planes::rows, vectors = Planes::shape.vectors(), most = T > 1 ? 1 : strip_streams;
   constexpr std::int64_t chunk = small_dots / (Planes::count * block_vectors);
-  Accumulators<R, T> a = {};
+  const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
+  const std::int64_t blocks = Planes::shape.blocks(matrix.columns);
+  if (most == 1) count = 1;  // as callers say
+  Accumulators<R, T> of_strips[most] = {};
   for (std::int64_t b = 0; b < blocks;) {
     const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
     for (; b < end; ++b, strip += vectors * block_bytes, x += Planes::count * block_bytes) {
-      UNROLL for (int v = 0; v < block_vectors; ++v) {
-        Bytes block[vectors], codes[R];
-        Planes::load_block(strip + v * VECTOR_BYTES, block);
-        UNROLL for (int r = 0; r < R; ++r) codes[r] = Planes::codes(block, r);
-        UNROLL for (int i = 0; i < Planes::count * R; ++i) {
-          // By rows, the codes of a line are used soon; by planes, so are the activations of several tokens.
-          const int r = T > 1 ? i % R : i / Planes::count, p = T > 1 ? i / R : i % Planes::count;
-          Bytes weights = Planes::next(layout, codes[r], p);
-          const int line = line_at(v * Planes::count * R + i, block_vectors * Planes::count * R, vectors);
-          if (line >= 0) prefetch_with(weights, strip + line * block_bytes);
-          UNROLL for (int t = 0; t < T; ++t) {
-            const Bytes xs = load_bytes(x + t * stride + p * block_bytes + v * VECTOR_BYTES);
-            a.small[t][r] = dot_codes(a.small[t][r], weights, xs);
+      NO_UNROLL for (int s = 0; s < count; ++s) {
+        const std::uint8_t* from = strip + s * step * matrix.row_stride;
+        Accumulators<R, T>& a = of_strips[s];
+        UNROLL for (int v = 0; v < block_vectors; ++v) {
+          Bytes block[vectors], codes[R];
+          Planes::load_block(from + v * VECTOR_BYTES, block);
+          UNROLL for (int r = 0; r < R; ++r) codes[r] = Planes::codes(block, r);
+          UNROLL for (int i = 0; i < Planes::count * R; ++i) {
+            // As in dot_blocks.
+            const int r = T > 1 ? i % R : i / Planes::count, p = T > 1 ? i / R : i % Planes::count;
+            Bytes weights = Planes::next(layout, codes[r], p);
+            const int line = line_at(v * Planes::count * R + i, block_vectors * Planes::count * R, vectors);
+            if (line >= 0) fetch_with<T == 1 ? strip_ahead : far_ahead>(weights, from + line * block_bytes);
+            UNROLL for (int t = 0; t < T; ++t) {
+              const Bytes xs = load_bytes(x + t * stride + p * block_bytes + v * VECTOR_BYTES);
+              a.small[t][r] = dot_codes(a.small[t][r], weights, xs);
+            }
           }
         }
       }
     }
-    widen_all(a);
+    for (int s = 0; s < count; ++s) widen_all(of_strips[s]);
   }
-  UNROLL for (int t = 0; t < T; ++t) {
-    UNROLL for (int r = 0; r < R; r += 4) store_sums<4>(a.sums[t] + r, dots + t * row_step + r);
+  for (int s = 0; s < count; ++s, dots += step) {
+    UNROLL for (int t = 0; t < T; ++t) {
+      UNROLL for (int r = 0; r < R; r += 4) store_sums<4>(of_strips[s].sums[t] + r, dots + t * dots_apart + r);
+    }
   }
 }
 
-// dots [tokens, max_rows_a_call] of rows [begin, end), begin being the first of a strip; writes those of
+// dots [tokens, sums_apart] of rows [begin, end), begin being the first of a strip; writes those of
 // the whole last strip.
 template <class Planes>
-TARGET static void dot_strips(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
+TARGET static void dot_tokens(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               std::int32_t* dots) {
-  const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
-  const std::int64_t blocks = Planes::shape.blocks(matrix.columns);
   const std::int8_t* codes = Planes::shape.neighbours() ? x.quads : x.codes;
   const std::int64_t stride = Planes::shape.neighbours() ? quad_stride(x.columns) : x.stride;
-  for (std::int64_t r = begin; r < end; r += Planes::rows) {
-    const std::uint8_t* strip = matrix.data + r * matrix.row_stride;
-    std::int32_t* to = dots + (r - begin);
-    for (std::int64_t t = 0, count; t < x.tokens; t += count, to += count * max_rows_a_call) {
-      count = t + Planes::tokens <= x.tokens ? Planes::tokens : 1;
-      (count > 1 ? dot_strip<Planes, Planes::tokens> : dot_strip<Planes, 1>)(layout, strip, blocks, codes + t * stride,
-                                                                             stride, to, max_rows_a_call);
+  const std::int64_t apart = sums_apart(begin, end);
+  const int streams = x.tokens > 1 ? 1 : strip_streams;
+  in_streams(end - begin, Planes::rows, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+    for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
+      taken = t + Planes::tokens <= x.tokens ? Planes::tokens : 1;
+      const auto dot = taken > 1 ? dot_strips<Planes, Planes::tokens> : dot_strips<Planes, 1>;
+      dot(matrix, matrix.data + (begin + r) * matrix.row_stride, step, count, codes + t * stride, stride,
+          dots + t * apart + r, apart);
     }
-  }
+  });
 }
 
 TARGET static void lookup_dots(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                                std::int32_t* dots) {
   const lookup::Shape& shape = lookup::shape_of(matrix.pattern);
-  const auto dot = !shape.neighbours() ? dot_strips<TriplePlanes>
-                   : shape.bits == 5   ? dot_strips<ExactQuadPlanes>
-                                       : dot_strips<QuadPlanes>;
+  const auto dot = !shape.neighbours() ? dot_tokens<TriplePlanes>
+                   : shape.bits == 5   ? dot_tokens<ExactQuadPlanes>
+                                       : dot_tokens<QuadPlanes>;
   dot(matrix, begin, end, x, dots);
 }

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // MatmulKernels::multiply: rows for few tokens, tiles for many. Included by matmul-inl.h.
 
-// The integer sums of a piece: dots [tokens, max_rows_a_call], of codes and fine in turn where `fine`.
+// The integer sums of a piece: dots [tokens, sums_apart], of codes and fine in turn where `fine`.
 template <WeightFormat FORMAT>
 TARGET static void row_dots(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                             const Activations& x, bool fine, std::int32_t* dots) {
+  const std::int64_t apart = sums_apart(begin, end);
   constexpr int most = 64;
   const std::int8_t* pointers[most];
   const int parts = fine ? 2 : 1;
   for (std::int64_t t = 0; t < x.tokens;) {
     int count = 0;
-    std::int32_t* to = dots + t * parts * max_rows_a_call;
+    std::int32_t* to = dots + t * parts * apart;
     for (; t < x.tokens && count < most; ++t) {
       pointers[count++] = x.codes + t * x.stride;
       if (fine) pointers[count++] = x.fine + t * x.stride;
@@ -49,7 +50,7 @@ INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::
 TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                               const Activations& x, bool fine, std::int32_t* dots, MatmulScratch& scratch) {
   const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
-  const std::int64_t step = max_rows_a_call * (fine ? 2 : 1);
+  const std::int64_t apart = sums_apart(begin, end), step = apart * (fine ? 2 : 1);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t words = packed::divide_up(count, 4);
@@ -62,7 +63,7 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
     std::int32_t* to = dots + t * step + (r - begin);                                     \
     tile_dots<T>(scratch.tile, x.codes + at, x.stride, words, c == 0, to, step);                  \
     if (fine) {                                                                                   \
-      tile_dots<T>(scratch.tile, x.fine + at, x.stride, words, c == 0, to + max_rows_a_call, step); \
+      tile_dots<T>(scratch.tile, x.fine + at, x.stride, words, c == 0, to + apart, step);         \
     }                                                                                             \
   }
       FOR_TOKEN_GROUPS(x.tokens, TILE_DOTS)
@@ -199,11 +200,12 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
   unit.end();
 }
 
-// The float sums of a piece that is scaled by groups: sums [tokens, max_rows_a_call].
+// The float sums of a piece that is scaled by groups: sums [tokens, sums_apart].
 TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
                                     const Activations& x, const GroupSums& of, float* sums, MatmulScratch& scratch) {
   const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
   const bool fine = x.fine && matrix.format == WeightFormat::int4;
+  const std::int64_t apart = sums_apart(begin, end);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t first = c / of.group, groups = packed::divide_up(count, of.group);
@@ -215,7 +217,7 @@ TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, st
   {                                                                                               \
     const std::int64_t at = t * x.stride + c;                                                     \
     tile_groups<T>(scratch.tile, x.codes + at, fine ? x.fine + at : nullptr, x.stride, of, t,      \
-                   first, groups, scratch.scales, sums + t * max_rows_a_call + (r - begin));      \
+                   first, groups, scratch.scales, sums + t * apart + (r - begin), apart);         \
   }
       FOR_TOKEN_GROUPS(x.tokens, TILE_GROUPS)
 #undef TILE_GROUPS
@@ -260,16 +262,10 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
   const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
-  // For one token, 256 bits read rows of int8 from memory a sixth faster (measured on a Zen 4).
-  if constexpr (VECTOR_BYTES == 64) {
-    if (is_int8 && x.tokens == 1 && !x.on_unit) {
-      return matmul_avx2.multiply(x, group_sums, matrix, begin, end, dots, scratch);
-    }
-  }
   const bool fine = x.fine && is_int8;
   float* sums = reinterpret_cast<float*>(dots);
   std::int32_t offset = is_int8 ? int8_offset : 1;
-  std::int64_t rows = max_rows_a_call;
+  std::int64_t rows = sums_apart(begin, end);
 #if defined(NARROW_SUMS)
   const bool wide = !x.on_unit && tiles && (is_int8 || is_int4);
   if (wide) {
@@ -297,19 +293,26 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (matrix.in_strips() && !of_i2) {
 #if VECTOR_BYTES == 64
     const GroupSums of(matrix, x, group_sums);
-    for (std::int64_t r = begin; r < end; r += strip_rows) {
-      for (std::int64_t t = 0, count; t < x.tokens; t += count) {
-        count = x.tokens - t > 3 ? 4 : x.tokens - t > 1 ? 2 : 1;
-        const auto add_up = count == 4 ? lookup_strip_sums<4> : count == 2 ? lookup_strip_sums<2> : lookup_strip_sums<1>;
-        add_up(matrix, r, x, of, t, sums + t * max_rows_a_call + (r - begin));
+    in_streams(end - begin, strip_rows, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+      for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
+        taken = x.tokens - t > 3 ? 4 : x.tokens - t > 1 ? 2 : 1;
+        const auto add_up = taken == 4 ? lookup_strip_sums<4> : taken == 2 ? lookup_strip_sums<2> : lookup_strip_sums<1>;
+        add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);
       }
-    }
+    });
 #endif
   } else if (matrix.in_strips()) {
     const GroupSums of(matrix, x, group_sums);
-#define STRIP_SUMS(T) strips_sums<T>(matrix, begin, end, x, of, t, sums + t * max_rows_a_call);
-    FOR_TOKEN_GROUPS(x.tokens, STRIP_SUMS)
+    const int streams = x.tokens > 2 ? strips_together : strip_streams;
+    in_streams(end - begin, strip_rows, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+#define STRIP_SUMS(T)                                                                 \
+  {                                                                                   \
+    const auto add_up = count > 1 ? strip_sums<strips_together, T> : strip_sums<1, T>; \
+    add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);       \
+  }
+      FOR_TOKEN_GROUPS(x.tokens, STRIP_SUMS)
 #undef STRIP_SUMS
+    });
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);
   } else if (format == WeightFormat::lookup) {
@@ -317,9 +320,9 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (is_int8) {
     row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
   } else {
-    for (std::int64_t r = begin; r < end; r += group_rows) {
-      dot_int4_rows(matrix, r, end, x, group_sums, sums + (r - begin));
-    }
+    in_streams(end - begin, 1, group_rows, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+      dot_int4_rows(matrix, begin + r, step, count, x, group_sums, sums + r, rows);
+    });
   }
   return {dots, rows, offset};
 }

@@ -2,7 +2,7 @@
 // 128 bits of aarch64 with dot products, for matmul_neon.cpp and matmul_i8mm.cpp. Included like
 // matmul_vectors-inl.h, which comes first.
 
-constexpr int rows_together = 4, tokens_together = 4;
+constexpr int tokens_together = 4;
 constexpr int strip_tile_from = 24, strips_together = 1;
 
 #define FUSED(a, b, c) Vector<float>(vfmaq_f32(c, a, b))

@@ -24,7 +24,7 @@ INLINE void store_table(const Entries& sums, std::uint8_t* table) {
 // Adds up the codes of a segment, onto sums of the even rows and of the odd ones. A byte is the index of its row; vpermw
 // reads the lower one of two.
 template <int CODES>
-INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Shorts* sums) {
+INLINE void add_segment(const std::uint8_t* at, const std::uint8_t* tables, Shorts* sums) {
   constexpr int bytes = b3_strips::segment_bytes(CODES);
   Bytes signs = in_register(load_bytes(at + (bytes - 1) * b3_strips::rows)), pair = signs;
   UNROLL for (int i = 0; i < CODES; ++i) {
@@ -33,14 +33,12 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
     if (i % 2 == 0) pair = in_register(load_bytes(at + i / 2 * b3_strips::rows));
     // sign & 16 | magnitude & ~16
     Bytes index = bit_cast<Bytes>(_mm512_ternarylogic_epi32(bits(sign), bits(shifted_down(pair, i % 2 * 4)), _mm512_set1_epi8(16), 0xe4));
-    if (line >= 0) prefetch_with(index, at + line * block_bytes);
+    if (line >= 0) fetch_with<strip_ahead>(index, at + line * block_bytes);
     const Bytes table = in_register(load_bytes(tables + i * sum_table_bytes));
     const __m512i next = _mm512_mulhi_epu16(bits(index), _mm512_set1_epi16(256));  // shifts would wait for look-ups
     sums[0] += bit_cast<Shorts>(_mm512_permutexvar_epi16(bits(index), bits(table)));
     sums[1] += bit_cast<Shorts>(_mm512_permutexvar_epi16(next, bits(table)));
   }
-  at += bytes * b3_strips::rows;
-  tables += CODES * sum_table_bytes;
 }
 
 // The sums of add_segment by row.
@@ -63,7 +61,7 @@ INLINE void store_table(const Entries& sums, std::uint8_t* table) {
 
 // Adds up the codes of a segment, onto sums of each vector's even eights of rows and of the odd ones.
 template <int CODES>
-INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Shorts* sums) {
+INLINE void add_segment(const std::uint8_t* at, const std::uint8_t* tables, Shorts* sums) {
   Bytes low[strip_vectors] = {}, high[strip_vectors] = {};
   constexpr int bytes = b3_strips::segment_bytes(CODES), by_sign[] = {7, 5, 3, 1, 6, 4, 2, 0};
   // vpsignb takes the sign of a byte, and zero for zero: a set bit below keeps it from being that.
@@ -74,7 +72,7 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
   }
   UNROLL for (int i = 0; i < 8; ++i) {
     const int code = by_sign[i], line = line_at(i, 8, bytes);
-    if (line >= 0) prefetch_with(sign[0], at + line * block_bytes);
+    if (line >= 0) fetch_with<strip_ahead>(sign[0], at + line * block_bytes);
     if (code >= CODES && CODES == 3) continue;
     if (code < CODES) {
       const std::uint8_t* table = tables + code * sum_table_bytes;
@@ -99,8 +97,6 @@ INLINE void add_segment(const std::uint8_t*& at, const std::uint8_t*& tables, Sh
       sums[2 * v + i] += bit_cast<Shorts>(_mm256_maddubs_epi16(_mm256_set1_epi16(27 << 8 | 1), bits(digits[i])));
     }
   }
-  at += bytes * b3_strips::rows;
-  tables += CODES * sum_table_bytes;
 }
 
 INLINE void in_rows(const Shorts* sums, Sums* rows) {
@@ -136,64 +132,81 @@ TARGET static void sum_tables(const std::int8_t* codes, std::int64_t part, std::
   }
 }
 
-// sums of the rows of a strip, whose scales are there for all of them, and of a token.
+// Strips that are read in turns, `apart` bytes from one to the next, and how far they are.
+struct Strips {
+  const std::uint8_t *at, *tables;
+  std::int64_t apart;
+  int count;
+};
+
+// The codes of a segment of each of the strips, onto sums [strips, 2 strip_vectors].
+template <int CODES>
+INLINE void add_segment(Strips& strips, Shorts (*sums)[2 * strip_vectors]) {
+  NO_UNROLL for (int s = 0; s < strips.count; ++s) {
+    add_segment<CODES>(strips.at + s * strips.apart, strips.tables, sums[s]);
+  }
+  strips.at += b3_strips::segment_bytes(CODES) * b3_strips::rows;
+  strips.tables += CODES * sum_table_bytes;
+}
+
+// sums of a token and strips that are `step` rows apart. Scales are there for all rows of a strip.
 template <ScaleType SCALE>
-TARGET static void sum_strip(const Matrix& of_all, const std::uint8_t* at, const std::uint8_t* tables, std::int64_t row,
-                             const float* activation_scales, float* sums) {
+TARGET static void sum_grouped_rows(const Matrix& of_all, std::int64_t row, std::int64_t step, Strips strips,
+                                 const float* activation_scales, float* sums) {
   Matrix matrix = of_all;  // with a constant type of scales
   matrix.scale_type = SCALE;
-  constexpr int scale_bytes = SCALE == ScaleType::float32 ? 4 : 2;
   const std::int64_t groups = matrix.columns / matrix.group, segments = matrix.group / b3_strips::segment_columns;
   std::int64_t scale = scale_index(matrix, row);
-  Floats totals[vectors_of_rows] = {};
+  Floats totals[strip_streams][vectors_of_rows] = {};
   for (std::int64_t g = 0; g < groups; ++g, scale += b3_strips::rows) {
-    const char* ahead = static_cast<const char*>(matrix.group_scales) + (scale + 8 * b3_strips::rows) * scale_bytes;
-    for (int i = 0; i < b3_strips::rows * scale_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
-    Shorts dots[2 * strip_vectors] = {};
-    NO_UNROLL for (std::int64_t s = 0; s < segments; ++s) add_segment<8>(at, tables, dots);
-    matrix.group == 128 ? add_segment<3>(at, tables, dots) : add_segment<6>(at, tables, dots);
-    Sums rows[vectors_of_rows];
-    in_rows(dots, rows);
+    Shorts dots[strip_streams][2 * strip_vectors] = {};
+    NO_UNROLL for (std::int64_t i = 0; i < segments; ++i) add_segment<8>(strips, dots);
+    matrix.group == 128 ? add_segment<3>(strips, dots) : add_segment<6>(strips, dots);
     const float activation_scale = activation_scales ? activation_scales[g] : 1.0f;
-    UNROLL for (int i = 0; i < vectors_of_rows; ++i) {
-      const Floats value = __builtin_convertvector(rows[i], Floats) * scales_at<Floats>(matrix, scale + i * row_lanes);
-      totals[i] += value * activation_scale;
+    NO_UNROLL for (int s = 0; s < strips.count; ++s) {
+      Sums rows[vectors_of_rows];
+      in_rows(dots[s], rows);
+      UNROLL for (int i = 0; i < vectors_of_rows; ++i) {
+        const Floats scales = scales_at<Floats>(matrix, scale + s * step * groups + i * row_lanes);
+        totals[s][i] += __builtin_convertvector(rows[i], Floats) * scales * activation_scale;
+      }
     }
   }
-  UNROLL for (int i = 0; i < vectors_of_rows; ++i) store(sums + i * row_lanes, totals[i]);
+  for (int s = 0; s < strips.count; ++s) __builtin_memcpy(sums + s * step, totals[s], sizeof totals[s]);
 }
 
 // The same without group scales: integers.
-TARGET static void sum_whole_rows(const Matrix& matrix, const std::uint8_t* at, const std::uint8_t* tables, std::int32_t* sums) {
+TARGET static void sum_whole_rows(const Matrix& matrix, std::int64_t step, Strips strips, std::int32_t* sums) {
   constexpr std::int64_t most = 10;  // segments, whose sums 16 bits hold
-  const std::int64_t segments = packed::divide_up(matrix.columns, b3_strips::segment_columns);
-  Sums totals[vectors_of_rows] = {}, rows[vectors_of_rows];
-  for (std::int64_t s = 0; s < segments; s += most) {
-    Shorts dots[2 * strip_vectors] = {};
-    const std::int64_t count = segments - s < most ? segments - s : most;
-    NO_UNROLL for (std::int64_t i = 0; i < count; ++i) add_segment<8>(at, tables, dots);
-    in_rows(dots, rows);
-    UNROLL for (int i = 0; i < vectors_of_rows; ++i) totals[i] += rows[i];
+  Sums totals[strip_streams][vectors_of_rows] = {};
+  for (std::int64_t left = packed::divide_up(matrix.columns, b3_strips::segment_columns); left > 0; left -= most) {
+    Shorts dots[strip_streams][2 * strip_vectors] = {};
+    NO_UNROLL for (std::int64_t i = left < most ? left : most; i > 0; --i) add_segment<8>(strips, dots);
+    NO_UNROLL for (int s = 0; s < strips.count; ++s) {
+      Sums rows[vectors_of_rows];
+      in_rows(dots[s], rows);
+      UNROLL for (int i = 0; i < vectors_of_rows; ++i) totals[s][i] += rows[i];
+    }
   }
-  UNROLL for (int i = 0; i < vectors_of_rows; ++i) store(sums + i * row_lanes, totals[i]);
+  for (int s = 0; s < strips.count; ++s) __builtin_memcpy(sums + s * step, totals[s], sizeof totals[s]);
 }
 
 TARGET static void sum_strips(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               float* sums) {
   const std::int64_t part = b3_strips::part_columns(matrix.group), parts = packed::divide_up(matrix.columns, part);
-  const auto sum = matrix.scale_type == ScaleType::float16    ? sum_strip<ScaleType::float16>
-                   : matrix.scale_type == ScaleType::bfloat16 ? sum_strip<ScaleType::bfloat16>
-                                                              : sum_strip<ScaleType::float32>;
-  for (std::int64_t r = begin; r < end; r += b3_strips::rows) {
-    const std::uint8_t* at = matrix.data + r * matrix.row_stride;
+  const auto sum = matrix.scale_type == ScaleType::float16    ? sum_grouped_rows<ScaleType::float16>
+                   : matrix.scale_type == ScaleType::bfloat16 ? sum_grouped_rows<ScaleType::bfloat16>
+                                                              : sum_grouped_rows<ScaleType::float32>;
+  in_streams(end - begin, b3_strips::rows, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     for (std::int64_t t = 0; t < x.tokens; ++t) {
       const std::uint8_t* tables = x.sum_tables + t * parts * b3_strips::part_codes(part) * sum_table_bytes;
-      float* to = sums + t * max_rows_a_call + (r - begin);
+      const Strips strips = {matrix.data + (begin + r) * matrix.row_stride, tables, step * matrix.row_stride, count};
+      float* to = sums + t * sums_apart(begin, end) + r;
       if (matrix.group) {
-        sum(matrix, at, tables, r, x.group ? x.scales + t * parts : nullptr, to);
+        sum(matrix, begin + r, step, strips, x.group ? x.scales + t * parts : nullptr, to);
       } else {
-        sum_whole_rows(matrix, at, tables, reinterpret_cast<std::int32_t*>(to));
+        sum_whole_rows(matrix, step, strips, reinterpret_cast<std::int32_t*>(to));
       }
     }
-  }
+  });
 }

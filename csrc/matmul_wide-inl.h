@@ -13,6 +13,8 @@ constexpr std::int64_t wide_block = wide_column_block;
 static_assert(wide_block <= 1024);
 constexpr std::int64_t wide_tile_bytes = 2 * wide_block * tile_rows;
 static_assert(max_rows_a_call % tile_rows == 0 && tile_tokens <= max_wide_tokens);
+// Pieces are as small as this needs: of more than few tokens only those of ternary weights are larger.
+static_assert(tile_from[int(WeightFormat::int8)] > max_few_tokens && tile_from[int(WeightFormat::int4)] > max_few_tokens);
 
 // Signed bytes of columns [column, column + 4) of a vector of rows.
 INLINE void store_wide(std::uint8_t* tile, std::int64_t column, const Bytes& weights) {

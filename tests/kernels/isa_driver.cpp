@@ -182,7 +182,7 @@ void compare(const Kernels& ours, ThreadPool& pool, const Weights& weights, cons
 void test_products(const Kernels& ours, Random& random) {
   ThreadPool one(1), two(2);
   for (const auto& [format, pattern] : layouts) {
-    const std::pair<int, int> shapes[] = {{1, 64}, {3, 16}, {17, 336}, {33, 1072}, {6, 2576}};
+    const std::pair<int, int> shapes[] = {{1, 64}, {3, 16}, {281, 336}, {33, 1072}, {6, 2576}};
     for (const auto& [rows, columns] : shapes) {
       const int odd = pattern.m == 1 ? columns - 1 - rows % 7 : columns;
       const Weights weights(random, format, pattern, rows, odd, -1);
@@ -214,7 +214,7 @@ void test_groups(const Kernels& ours, Random& random) {
     for (std::int64_t group : {32, 64, 128, 256}) {
       if (!is_ternary(format) || (format != WeightFormat::i2 && (group == 32 || pattern.m != 1))) continue;
       for (std::int64_t columns : {std::int64_t(1280), 7 * group, 3 * group}) {
-        Weights weights(random, format, pattern, 19, columns, -1);
+        Weights weights(random, format, pattern, 261, columns, -1);
         weights.set_groups(random, group, ScaleType(columns / group % 3));
         for (int tokens : {1, 3, 19}) {
           compare(ours, pool, weights, random.floats(tokens * columns), tokens, false, nullptr, tokens > 1 ? group : 0);
@@ -227,7 +227,7 @@ void test_groups(const Kernels& ours, Random& random) {
 // A product whose activation gates the next one, or one that is there already; once written past the caches.
 void test_gated(const Kernels& ours, Random& random) {
   ThreadPool pool(2);
-  constexpr std::int64_t rows = 40, sizes[][3] = {{12, 2112, 48}, {31, 100, 48}, {37, 832, 7168}, {300, 4096, 48}};
+  constexpr std::int64_t rows = 40, sizes[][3] = {{3, 64, 48}, {12, 2112, 48}, {31, 100, 48}, {37, 832, 7168}, {300, 4096, 48}};
   constexpr Activation silu = Activation::silu;
   for (const auto& [tokens, columns, stride] : sizes) {
     const Weights gate(random, WeightFormat::i2, dense, rows, columns, -1), up(random, WeightFormat::int8, dense, rows, columns, -1);
