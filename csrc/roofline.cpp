@@ -33,7 +33,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-constexpr int streams = 4;
+constexpr int streams = 8;
 
 constexpr int generic_lanes = 256;
 
@@ -92,12 +92,12 @@ constexpr int sums_per_loop = 12;
 // RooflineLoops::read with loads of the type Vector.
 #define READ(TARGET, name, Vector)                                                     \
   TARGET void name(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) { \
-    const std::int64_t quarter = bytes / streams;                                      \
+    const std::int64_t part = bytes / streams;                                         \
     Vector sums[streams] = {};                                                         \
-    for (std::int64_t i = 0; i < quarter; i += 64) {                                   \
-      _Pragma("GCC unroll 4")                                                          \
+    for (std::int64_t i = 0; i < part; i += 64) {                                      \
+      _Pragma("GCC unroll 8")                                                          \
       for (int s = 0; s < streams; ++s) {                                              \
-        const std::uint8_t* at = data + s * quarter + i;                               \
+        const std::uint8_t* at = data + s * part + i;                                  \
         if (prefetch_bytes) __builtin_prefetch(at + prefetch_bytes);                   \
         _Pragma("GCC unroll 4")                                                        \
         for (unsigned j = 0; j < 64; j += sizeof(Vector)) {                            \

@@ -14,7 +14,7 @@ namespace sparse_bitnet {
 
 // The loops of one instruction set.
 struct RooflineLoops {
-  // Reads [data, data + bytes), bytes a multiple of 1024, as four walks through its quarters at once:
+  // Reads [data, data + bytes), bytes a multiple of 1024, as eight walks through its eighths at once:
   // memory with several banks gives more to several streams.
   void (*read)(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes);
   // `count` rounds of multiply-adds, each of this many operations.
