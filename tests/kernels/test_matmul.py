@@ -23,7 +23,7 @@ FORMATS = {
     for name in ("i2", "b3", "int8", "int4", "lookup")
 }
 PATTERNS = [NMPattern(6, 8), NMPattern(2, 4), NMPattern(2, 8), NMPattern(8, 8), NMPattern(5, 16)]
-SHAPES = [(1, 64), (2300, 336), (3, 16), (17, 336), (33, 896), (5, 1072), (70, 2576), (19, 1392)]
+SHAPES = [(1, 64), (2300, 208), (3, 16), (17, 336), (33, 896), (5, 1072), (70, 2576), (19, 1392)]
 TOKENS = [1, 2, 3, 5, 8, 17, 33, 64]
 POISON = 0xA5
 
@@ -241,7 +241,7 @@ def test_products_equal_the_reference_bit_for_bit(kernels, format):
     cases = itertools.product(patterns, SHAPES)
     for index, (pattern, (rows, columns)) in enumerate(cases):
         weights = draw_weights(generator, format, pattern, rows, columns)
-        for tokens in TOKENS:
+        for tokens in TOKENS[: 6 if rows > 99 else None]:
             fine = format in ("int8", "int4") and (index + tokens) % 3 != 0
             x = draw_x(generator, tokens, columns)
             bias = draw_x(generator, 1, rows)[0] if (index + tokens) % 2 else None
@@ -274,11 +274,11 @@ def test_scales_of_rows_and_groups_equal_the_reference_bit_for_bit(kernels, form
     pool = _cpu.ThreadPool(2)
     dtypes = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
     pattern = NMPattern(6, 8) if format != "lookup" else NMPattern(1, 1)
-    shapes = [(1, 256), (13, 1280), (4300, 384), (33, 2816), (9, 5 * 320 + 256 + 64), (18, 768)]
+    shapes = [(1, 256), (13, 1280), (4300, 192), (33, 2816), (9, 5 * 320 + 256 + 64), (18, 768)]
     for rows, columns in shapes:
         if columns <= group or (group and columns % group) or (format != "i2" and group == 32):
             continue
-        for tokens in (1, 3, 5, 6, 20, 37):
+        for tokens in (1, 3, 5, 6, 20, 37)[: 5 if rows > 99 else None]:
             shape = (rows, columns // group if group else 1)
             weights = draw_weights(generator, format, pattern, rows, columns)
             scales = torch.from_numpy(generator.uniform(-0.02, 0.02, shape))
