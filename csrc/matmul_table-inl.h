@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Float tables times float activations: multiply_table of isa.h, on top of float_vector-inl.h.
 
-constexpr std::int64_t table_prefetch_bytes = 8192;
+constexpr std::int64_t table_ahead = 1024;  // bytes before their use that the lines of a row are prefetched
 
 template <TableType TYPE>
 INLINE Floats load_weights(const std::uint8_t* row, std::int64_t column) {
@@ -16,12 +16,13 @@ INLINE float weight_at(const std::uint8_t* row, std::int64_t column) {
   return bit_cast<float>(std::uint32_t(load<std::uint16_t>(row + 2 * column)) << 16);
 }
 
-// Each row has its own sums, in the same order however many rows are taken together.
+// R rows that lie `step` rows apart (matmul_rows-inl.h). Each has its own sums, in the same order for any R.
 template <TableType TYPE, int R, int T>
-TARGET static void table_rows(const Table& table, std::int64_t row_index, const float* x,
+TARGET static void table_rows(const Table& table, std::int64_t row_index, std::int64_t step, const float* x,
                               std::int64_t x_stride, float* y, std::int64_t y_stride) {
   constexpr int bytes = TYPE == TableType::float32 ? 4 : 2;
   const std::uint8_t* row = table.data + row_index * table.row_stride;
+  const std::int64_t apart = step * table.row_stride;
   Floats sums[T][R][sum_vectors] = {};
   std::int64_t c = 0;
   for (; c + sum_lanes <= table.columns; c += sum_lanes) {
@@ -29,9 +30,9 @@ TARGET static void table_rows(const Table& table, std::int64_t row_index, const 
       const std::int64_t column = c + v * width;
       Floats weights[R];
       UNROLL for (int r = 0; r < R; ++r) {
-        const std::uint8_t* from = row + r * table.row_stride;
+        const std::uint8_t* from = row + r * apart;
         weights[r] = load_weights<TYPE>(from, column);
-        if (v == 0) __builtin_prefetch(from + bytes * c + table_prefetch_bytes, 0, 2);
+        if (v == 0) __builtin_prefetch(from + bytes * c + table_ahead, 0, 3);
       }
       UNROLL for (int t = 0; t < T; ++t) {
         const Floats xs = load_floats(x + t * x_stride + column);
@@ -43,32 +44,32 @@ TARGET static void table_rows(const Table& table, std::int64_t row_index, const 
     UNROLL for (int r = 0; r < R; ++r) {
       float sum = sum_of(sums[t][r]);
       for (std::int64_t i = c; i < table.columns; ++i) {
-        sum += weight_at<TYPE>(row + r * table.row_stride, i) * x[t * x_stride + i];
+        sum += weight_at<TYPE>(row + r * apart, i) * x[t * x_stride + i];
       }
-      y[t * y_stride + row_index + r] = sum;
+      y[t * y_stride + row_index + r * step] = sum;
     }
   }
 }
 
 template <TableType TYPE, int R>
-TARGET static void table_tokens(const Table& table, std::int64_t row, const float* x, std::int64_t tokens,
-                                std::int64_t x_stride, float* y, std::int64_t y_stride) {
+TARGET static void table_tokens(const Table& table, std::int64_t row, std::int64_t step, const float* x,
+                                std::int64_t tokens, std::int64_t x_stride, float* y, std::int64_t y_stride) {
   std::int64_t t = 0;
   constexpr int together = 4 / sum_vectors;
   for (; t + together <= tokens; t += together) {
-    table_rows<TYPE, R, together>(table, row, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
+    table_rows<TYPE, R, together>(table, row, step, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
   }
   for (; t < tokens; ++t) {
-    table_rows<TYPE, R, 1>(table, row, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
+    table_rows<TYPE, R, 1>(table, row, step, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
   }
 }
 
 template <TableType TYPE>
 TARGET static void table_piece(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
                                std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride) {
-  std::int64_t r = begin;
-  for (; r + 4 <= end; r += 4) table_tokens<TYPE, 4>(table, r, x, tokens, x_stride, y, y_stride);
-  for (; r < end; ++r) table_tokens<TYPE, 1>(table, r, x, tokens, x_stride, y, y_stride);
+  const std::int64_t step = (end - begin) / 4;
+  for (std::int64_t r = begin; r < begin + step; ++r) table_tokens<TYPE, 4>(table, r, step, x, tokens, x_stride, y, y_stride);
+  for (std::int64_t r = begin + 4 * step; r < end; ++r) table_tokens<TYPE, 1>(table, r, 0, x, tokens, x_stride, y, y_stride);
 }
 
 TARGET static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
