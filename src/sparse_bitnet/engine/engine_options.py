@@ -31,8 +31,8 @@ class EngineOptions:
 
     weight_format: WeightFormat = "auto"
     """Run-time format of the weights (cpu). i2: 2 bits; b3: 1.67, in another layout than the b3 of files;
-    lookup: 1.25 to 1.67. auto: the fastest on this machine, measured briefly. stored: the file's format;
-    i2 is then mapped, which starts sooner."""
+    lookup: 1.25 to 1.67. auto: the fastest on this machine, measured briefly. stored: for i2 files, which
+    are then mapped and start sooner."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head (cpu). auto: int8, unless the head is ternary."""
@@ -50,7 +50,7 @@ class EngineOptions:
     """Maximum length of prompt and generated text together, in tokens. Default: the model's."""
 
     cache_tokens: int | None = None
-    """Size of the KV cache in tokens, for all sequences together. Default: the engine's choice."""
+    """KV cache in tokens, for all sequences. Default: context length; in serve 1024 x --max-running."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` that names the option."""
