@@ -119,7 +119,7 @@ TARGET static void dot_tokens(const Matrix& matrix, std::int64_t begin, std::int
   const std::int64_t stride = Planes::shape.neighbours() ? quad_stride(x.columns) : x.stride;
   const std::int64_t apart = sums_apart(begin, end);
   const int streams = x.tokens > 1 ? 1 : strip_streams;
-  in_streams(end - begin, Planes::rows, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+  in_streams(end - begin, Planes::rows, streams, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
       taken = t + Planes::tokens <= x.tokens ? Planes::tokens : 1;
       const auto dot = taken > 1 ? dot_strips<Planes, Planes::tokens> : dot_strips<Planes, 1>;

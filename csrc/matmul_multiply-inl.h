@@ -293,7 +293,7 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (matrix.in_strips() && !of_i2) {
 #if VECTOR_BYTES == 64
     const GroupSums of(matrix, x, group_sums);
-    in_streams(end - begin, strip_rows, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+    in_streams(end - begin, strip_rows, strip_streams, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
       for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
         taken = x.tokens - t > 3 ? 4 : x.tokens - t > 1 ? 2 : 1;
         const auto add_up = taken == 4 ? lookup_strip_sums<4> : taken == 2 ? lookup_strip_sums<2> : lookup_strip_sums<1>;
@@ -304,7 +304,7 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (matrix.in_strips()) {
     const GroupSums of(matrix, x, group_sums);
     const int streams = x.tokens > 2 ? strips_together : strip_streams;
-    in_streams(end - begin, strip_rows, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+    in_streams(end - begin, strip_rows, streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
 #define STRIP_SUMS(T)                                                                 \
   {                                                                                   \
     const auto add_up = count > 1 ? strip_sums<strips_together, T> : strip_sums<1, T>; \
@@ -320,7 +320,7 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (is_int8) {
     row_dots<WeightFormat::int8>(matrix, begin, end, x, fine, dots);
   } else {
-    in_streams(end - begin, 1, group_rows, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+    in_streams(end - begin, 1, group_rows, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
       dot_int4_rows(matrix, begin + r, step, count, x, group_sums, sums + r, rows);
     });
   }

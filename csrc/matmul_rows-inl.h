@@ -10,13 +10,13 @@ constexpr int row_streams = 8, strip_streams = 4;
 constexpr int row_ahead = 512, strip_ahead = 1280, far_ahead = 3072;
 
 // Calls multiply(r, step, count) for `rows` rows in strips of `strip`, r the first row: for `streams` strips that lie
-// `step` rows apart, and for each of those left over at the end.
+// `step` rows apart, and for those left over at the end, `together` at a time.
 template <class Multiply>
-INLINE void in_streams(std::int64_t rows, int strip, int streams, Multiply&& multiply) {
+INLINE void in_streams(std::int64_t rows, int strip, int streams, int together, Multiply&& multiply) {
   const std::int64_t step = rows / (streams * strip) * strip;
-  for (std::int64_t r = 0; r < rows; r += strip) {
-    if (r < step) multiply(r, step, streams);
-    if (r >= step * streams) multiply(r, step, 1);
+  for (std::int64_t r = 0; r < step; r += strip) multiply(r, step, streams);
+  for (std::int64_t r = step * streams; r < rows; r += strip * together) {
+    multiply(r, strip, int(std::min<std::int64_t>(packed::divide_up(rows - r, strip), together)));
   }
 }
 
@@ -200,7 +200,7 @@ TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row, std
 template <WeightFormat FORMAT>
 TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const std::int8_t* const* x,
                              std::int64_t tokens, std::int32_t* dots) {
-  in_streams(end - begin, 1, tokens > 2 ? 4 : row_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+  in_streams(end - begin, 1, tokens > 2 ? 4 : row_streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     const auto dot = count == 1   ? dot_tokens<FORMAT, 1>
                      : count == 4 ? dot_tokens<FORMAT, 4>
                                   : dot_tokens<FORMAT, row_streams>;

@@ -197,7 +197,7 @@ TARGET static void sum_strips(const Matrix& matrix, std::int64_t begin, std::int
   const auto sum = matrix.scale_type == ScaleType::float16    ? sum_grouped_rows<ScaleType::float16>
                    : matrix.scale_type == ScaleType::bfloat16 ? sum_grouped_rows<ScaleType::bfloat16>
                                                               : sum_grouped_rows<ScaleType::float32>;
-  in_streams(end - begin, b3_strips::rows, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+  in_streams(end - begin, b3_strips::rows, strip_streams, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     for (std::int64_t t = 0; t < x.tokens; ++t) {
       const std::uint8_t* tables = x.sum_tables + t * parts * b3_strips::part_codes(part) * sum_table_bytes;
       const Strips strips = {matrix.data + (begin + r) * matrix.row_stride, tables, step * matrix.row_stride, count};
