@@ -232,7 +232,7 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value > 0,
         "must be above 0",
     ),
-    ("steps seed vocab_size", lambda value: abs(value) < 2**63, "is too large"),
+    ("steps seed data_seed vocab_size", lambda value: abs(value) < 2**63, "is too large"),
     ("threads", lambda value: value <= MOST_THREADS, f"at most {MOST_THREADS:,}"),
     (
         "sparse_fraction warmup_fraction decay_fraction",

@@ -71,7 +71,7 @@ def write_conversations(
         show = display.line("sampling", "conversations")
         while len(turns) < count:
             show(len(turns), count)
-            torch.manual_seed(seed * 1_000_003 + batch)
+            torch.manual_seed((seed * 1_000_003 + batch) % (1 << 64))
             with library_errors_as(f"{teacher}: cannot sample {size} conversations at once"):
                 asked = _sample(model, tokenizer, [opening] * size, ends, **USER_TURN)
                 chats = [[{"role": "user", "content": user}] for user in asked if user]
