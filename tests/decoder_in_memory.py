@@ -16,6 +16,9 @@ from sparse_bitnet.nn.selection import select
 from sparse_bitnet.packing.codec import pack
 from sparse_bitnet.pattern import NMPattern
 
+ODD_SIZES = {"hidden_size": 140, "intermediate_size": 104, "head_dim": 10}
+ODD_SIZES |= {"num_attention_heads": 14}
+
 
 def random_model(
     family: str = "qwen2", *, seed: int = 0, format: str = "ternary-6:8", **changes: Any

@@ -10,7 +10,8 @@ import pytest
 from sparse_bitnet.nn.layer import SparseBitConfig
 
 METHOD = Path(__file__).resolve().parents[1] / "docs" / "method.md"
-LINKS = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", METHOD.read_text(encoding="utf-8"))
+TEXT = METHOD.read_text(encoding="utf-8")
+LINKS = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", TEXT)
 
 
 def defined_names(path: Path) -> set[str]:
@@ -33,19 +34,16 @@ def test_link_names_what_its_file_defines(name: str, target: str) -> None:
 
 
 def test_every_equation_is_mapped() -> None:
-    rows = METHOD.read_text(encoding="utf-8")
-    assert all(f"| eq. {number}" in rows for number in range(1, 7))
+    assert all(f"| eq. {number}" in TEXT for number in range(1, 7))
 
 
 def test_text_forms_parse() -> None:
-    forms = re.findall(r"`((?:ternary|full)-\d+:\d+[\w=,]*)`", METHOD.read_text(encoding="utf-8"))
+    forms = re.findall(r"`((?:ternary|full)-\d+:\d+[\w=,]*)`", TEXT)
     assert len(set(forms)) >= 7
     for form in forms:
         assert str(SparseBitConfig.parse(form)) == form
 
 
 def test_named_tests_exist() -> None:
-    for name in re.findall(
-        r"`(?:tests/(?:\w+/)?)?(test_\w+\.py)`", METHOD.read_text(encoding="utf-8")
-    ):
+    for name in re.findall(r"`(?:tests/(?:\w+/)?)?(test_\w+\.py)`", TEXT):
         assert list((METHOD.parents[1] / "tests").rglob(name)), name

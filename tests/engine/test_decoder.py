@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoder_in_memory import DecoderInMemory, ids_of, random_model
+from decoder_in_memory import ODD_SIZES, DecoderInMemory, ids_of, random_model
 from factories import logits_of
 from packed_models import FAMILIES
 from sparse_bitnet import _cpu
@@ -28,12 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + FULL},
     "hunyuan_v1_dense": {},
-    "odd": {
-        "num_attention_heads": 14,
-        "hidden_size": 140,
-        "intermediate_size": 104,
-        "head_dim": 10,
-    },
+    "odd": ODD_SIZES,
     "deep": {"num_hidden_layers": 4, "num_attention_heads": 6, "hidden_size": 96, "head_dim": 16},
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from decoder_in_memory import DecoderInMemory, ids_of, random_model
+from decoder_in_memory import ODD_SIZES, DecoderInMemory, ids_of, random_model
 from sparse_bitnet import _cpu
 
 
@@ -167,14 +167,8 @@ def test_nan_stays_in_its_own_sequence(cache_type: str, isa: str) -> None:
 @pytest.mark.parametrize("cache_type", ["int8", "int4"])
 @pytest.mark.parametrize("name", "qkv")
 def test_nan_in_queries_keys_or_values_reaches_the_logits(name: str, cache_type: str) -> None:
-    sizes = {
-        "hidden_size": 140,
-        "intermediate_size": 104,
-        "num_attention_heads": 14,
-        "head_dim": 10,
-    }
     for value in (np.nan, np.inf, -np.inf):
-        poisoned = random_model(format="ternary-8:8", **sizes)
+        poisoned = random_model(format="ternary-8:8", **ODD_SIZES)
         attention = poisoned.model.layers[-1].self_attn
         attention.get_submodule(f"{name}_proj").bias.data[3] = value
         logits = DecoderInMemory(poisoned, cache=cache_type).logits(ids_of(60))

@@ -22,12 +22,9 @@ STORED = ("i2", "b3", "nm-enum", "nm-sign")
 CACHES = ("float32", "float16", "int8")
 VECTORS = (
     *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "self_attn.attn_sub_norm.weight",
-    "mlp.ffn_sub_norm.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
+    *("input_layernorm.weight", "post_attention_layernorm.weight"),
+    *("self_attn.attn_sub_norm.weight", "mlp.ffn_sub_norm.weight"),
+    *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 )
 
 

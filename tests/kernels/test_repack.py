@@ -218,25 +218,14 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
     repack_with({}, {})
     for change in (
-        {"n": 2},
-        {"m": 33},
-        {"rows": 0},
-        {"columns": 65},
-        {"address": 0},
+        *({"n": 2}, {"m": 33}, {"rows": 0}, {"columns": 65}, {"address": 0}, {"bytes": 31}),
         {"address": 0, "descriptor": 1, "offset": -1},
-        {"bytes": 31},
     ):
         with pytest.raises(ValueError, match=r"."):
             repack_with(change, {})
     for change in (
-        {"n": 2},
-        {"m": 33},
-        {"rows": 0},
-        {"rows": 1},
-        {"columns": 65},
-        {"format": _cpu.WeightFormat.int4, "scales": base},
-        {"address": base + 1025},
-        {"row_stride": 32},
+        *({"n": 2}, {"m": 33}, {"rows": 0}, {"rows": 1}, {"columns": 65}, {"row_stride": 32}),
+        *({"format": _cpu.WeightFormat.int4, "scales": base}, {"address": base + 1025}),
     ):
         with pytest.raises(ValueError, match=r"."):
             repack_with({}, change)

@@ -12,15 +12,9 @@ from sparse_bitnet.nn.convert import convert_, selected
 from sparse_bitnet.nn.layer import SparseBitConfig
 
 FORMATS = (
-    "ternary-6:8",
-    "ternary-6:8,mask_source=ternary",
-    "ternary-6:8,scale_source=masked",
-    "ternary-6:8,mask_gradient=masked,ste=clipped",
-    "full-6:8",
-    "full-6:8,activation=int8",
-    "ternary-6:8,score=wanda",
-    "full-2:4,score=s-ste",
-    "ternary-3:4,quantizer=binary",
+    *("ternary-6:8", "ternary-6:8,mask_source=ternary", "ternary-6:8,scale_source=masked"),
+    *("ternary-6:8,mask_gradient=masked,ste=clipped", "full-6:8", "full-6:8,activation=int8"),
+    *("ternary-6:8,score=wanda", "full-2:4,score=s-ste", "ternary-3:4,quantizer=binary"),
     "ternary-6:8,activation=int4-hadamard",
     "ternary-6:8,quantizer=per-group:size=16",
 )

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -14,8 +13,6 @@ from sparse_bitnet.checkpoint.hub import register, save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
-
-IDS = torch.arange(24).view(2, 12)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -48,18 +48,10 @@ class Recorder(TrainerCallback):
 @pytest.fixture
 def make_trainer(tmp_path: Path):
     def build(model: nn.Module, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
-        settings: dict[str, Any] = {
-            "output_dir": str(tmp_path / "out"),
-            "max_steps": 4,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
+        settings: dict[str, Any] = {"output_dir": str(tmp_path / "out"), "max_steps": 4}
+        settings |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+        settings |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
+        settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
         return Trainer(
             model=model,
             args=TrainingArguments(**(settings | arguments)),

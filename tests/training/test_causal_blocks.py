@@ -29,13 +29,8 @@ def inkling():
 @pytest.mark.parametrize(
     ("family", "length"),
     [
-        ("qwen2", 1),
-        ("qwen2", 127),
-        ("qwen2", 129),
-        ("qwen2", 300),
-        ("doge", 129),
-        ("bart", 129),
-        ("inkling", 129),
+        *(("qwen2", 1), ("qwen2", 127), ("qwen2", 129), ("qwen2", 300)),
+        *(("doge", 129), ("bart", 129), ("inkling", 129)),
     ],
 )
 def test_logits_and_gradients_are_those_of_eager_attention(family, length):
