@@ -195,6 +195,9 @@ class TestRefusals:
             save_pretrained(model, tmp_path)
         with pytest.raises(UserError, match=r"cannot write .*thesis\.txt"):
             save_pretrained(model, tmp_path / "thesis.txt")
+        (tmp_path / "config.json").write_text('{"steps": 5}')  # as a run folder has
+        with pytest.raises(UserError, match=r"its config\.json is not a model's; choose another"):
+            save_pretrained(model, tmp_path)
         assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
     def test_saving_replaces_a_checkpoint_and_fills_an_empty_folder(self, tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def test_a_config_that_cannot_train_leaves_no_trace(small_run, monkeypatch, wron
     assert train(config).steps == 1, "the corrected command"
 
 
+def test_a_model_is_not_trained_in_its_own_folder(small_run):
+    out = Path(small_run().out)
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(UserError, match="holds a model, not a run; choose another folder"):
+        train(small_run())
+    assert os.listdir(out) == ["config.json"]
+
+
 def test_text_of_another_tokenizer_is_refused(small_run, prepared, tmp_path, capsys):
     train(start := small_run(steps=2, out=str(tmp_path / "start")))
     other = tmp_path / "other"

@@ -28,6 +28,7 @@ from sparse_bitnet.checkpoint.model_folder import (
     MASTERS_HELD,
     WITHOUT_IMPORT,
     finish_folder,
+    read_json,
 )
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, prepare_model_
@@ -94,6 +95,8 @@ def save_pretrained(
         raise UserError("layers differ in their format; one checkpoint holds one format")
     folder = Path(folder)
     check_ours(folder, ["config.json"], "a checkpoint")
+    if (path := folder / CONFIG_FILE).exists() and "model_type" not in read_json(path):
+        raise UserError(f"{folder}: its config.json is not a model's; choose another folder")
     model.config.quantization_config = quantization_config(model, configs[0])
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)

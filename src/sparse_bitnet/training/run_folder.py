@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sparse_bitnet.checkpoint import saved_steps
-from sparse_bitnet.checkpoint.model_folder import read_json
+from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, MOMENTS, SavedStep
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, check_ours, locked_folder, sync_tree
@@ -87,6 +87,8 @@ def run_lock(run: Path) -> Iterator[None]:
 def check_run(run: Path, config: TrainConfig) -> None:
     """Raise `UserError` when the folder holds other files, or a run of another config past its start."""
     check_ours(run, ["config.json"], "a run folder")
+    if "model_type" in read_json_if_there(run / "config.json"):
+        raise UserError(f"{run} holds a model, not a run; choose another folder")
     is_kept = any((run / name).exists() for name in ("final", RESULT))
     if not (is_kept or saved_steps.list_checkpoints(run)) or not (run / "config.json").is_file():
         return
