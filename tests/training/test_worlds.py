@@ -12,7 +12,7 @@ from small_runs import logged, losses
 from factories import tiny_model
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
-from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
+from sparse_bitnet.checkpoint.saved_steps import STATE, list_checkpoints
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import evaluate, read_text
 from sparse_bitnet.training.config import TrainConfig
@@ -274,6 +274,9 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(
             lambda _: shutil.rmtree(dropped, ignore_errors=True),
         )
         assert resolve_checkpoint(run) == str(whole)
+    (newest.path / STATE).write_bytes((newest.path / STATE).read_bytes() + b" ")  # of a later run
+    resolve_checkpoint(run)
+    assert (whole / STATE).read_bytes() == (newest.path / STATE).read_bytes()
     # Whoever asks for another checkpoint gets that one, and only that is kept.
     assert Path(resolve_checkpoint(older.path)).name == older.path.name
     assert not whole.exists()

@@ -145,7 +145,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
     """
     path = checkpoint.path
     made = path.parent.parent / "consolidated" / path.name
-    if (made / "config.json").is_file():
+    if (made / STATE).is_file() and (made / STATE).read_bytes() == (path / STATE).read_bytes():
         return made
     if what := damage(checkpoint):
         raise UserError(f"{path}: {what}; name an older checkpoint, or continue the run")
