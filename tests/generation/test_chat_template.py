@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,15 @@ def test_time_and_memory_of_a_template_are_limited(source, words):
         template.render([{"attack": True}])
     assert "\n" not in str(refused.value)
     assert template.render([{"attack": False}]) == "fine"
+
+
+def test_an_interrupted_template_answers_no_later_request(monkeypatch):
+    template = ChatTemplate("{{ messages[0].content }}")
+    stdout = Mock(readline=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(template._sandbox._process, "stdout", stdout)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"content": "one"}])
+    assert template.render([{"content": "two"}]) == "two"
 
 
 def test_without_posix_a_clock_ends_a_template(monkeypatch):

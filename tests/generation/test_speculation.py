@@ -177,6 +177,17 @@ def test_draft_model_is_used_where_the_text_does_not_repeat(request_of):
             return logits_after([0] if wrong else tokens, size)
 
         engine, draft = engine_of(logits_after), engine_of(draft_logits, context_length=60)
+        drafts = speculation(engine, draft=draft)
+
+        def interrupt(generation, _):
+            if generation.draft_tokens:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            list(
+                Scheduler(engine, speculation=drafts).run([replace(requests[0], deliver=interrupt)])
+            )
+        assert draft.sequences == []
         texts, done = texts_of(engine, requests, speculation(engine, draft=draft))
         assert texts == expected
         assert draft.sequences == []

@@ -57,11 +57,12 @@ class Sandbox:
         `request`: a list in JSON, the arguments of `_source` or `_render`.
         """
         with self._lock:
-            process = self._process
+            # One that was interrupted still owes a reply, which would answer the next request.
+            process, self._process = self._process, None
             if process is None or process.poll() is not None:
                 # Isolated, since files in the current folder are as untrusted as the requests; and
                 # in its own process group: Ctrl-C ends an answer, not this process.
-                process = self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "sparse_bitnet.generation.sandbox", self._kind],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -78,6 +79,7 @@ class Sandbox:
                 process.stdin.flush()
                 reply = process.stdout.readline()
             if reply.endswith("\n"):
+                self._process = process
                 return json.loads(reply)
             is_late = ran_out_of_time(process.wait())
             why = "long" if is_late else "much memory, or is nested too deeply"

@@ -28,7 +28,6 @@ from sparse_bitnet.generation.request import FinishReason, Generation, Generatio
 from sparse_bitnet.generation.speculation import Speculation
 
 _PREFILL_ALONE = 512
-_NO_LIMIT = 1 << 40
 _WORTH_WAITING = 32
 """A prompt waits for another that is being computed if they share this many tokens more."""
 
@@ -138,6 +137,7 @@ class Scheduler:
             # After an error the content of the sequences is unknown.
             for generation in self._running:
                 generation.forget()
+                self._speculation.forget(generation)
             if self._owns_prefixes:
                 self._prefixes.clear()
 
@@ -253,7 +253,7 @@ class Scheduler:
         needed = sum(self._growth(other) for other in (generation, *self._running))
         # Kept sequences make room, so that each prompt has two states; first the source, if the new
         # sequence has all of its states but the latest.
-        most = (self._engine.most_states or _NO_LIMIT) // 2
+        most = (self._engine.most_states or 1 << 40) // 2
         first = source if source and source.reusable(len(source) - 1) <= shared else None
         while self._prefixes and (
             self._engine.free_tokens < needed or len(self._running) + len(self._prefixes) >= most
