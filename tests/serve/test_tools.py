@@ -315,6 +315,13 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
             {"tool_choice": "required", "extra_body": {"grammar": 'root ::= "a"'}},
             "or a grammar, not both",
         ),
+        (
+            {
+                **{"tool_choice": "required", "response_format": {"type": "text"}},
+                "extra_body": {"grammar": 'root ::= "a"'},
+            },
+            "or a grammar, not both",
+        ),
         ({"tools": [TIME, function("f", [])]}, "tools.1.function.parameters: Input should be"),
     ],
 )

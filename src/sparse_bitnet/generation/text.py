@@ -90,6 +90,9 @@ class TextTokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of whole tokens, as `TextStream` gives it piece by piece."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, is_start=True)
+        if self._to_bytes is None:  # each piece would decode all those before it again
+            stream._tokens = [token for token in tokens if token not in stream._skip]
+            return stream.flush()
         return "".join([*map(stream.feed, tokens), stream.flush()])
 
     def token_id(self, token: str) -> int | None:

@@ -107,12 +107,16 @@ class Answering:
         generations: list[Generation] = []
         request.scope["generations"] = generations
         # As many at once as can run, so that other requests come between them.
-        wave = self._scheduler.max_running
+        wave = min(self._scheduler.max_running, max(self._scheduler.max_queue, 1))
         for start in range(0, len(requests), wave):
             generations += self._submit(requests[start : start + wave])
             for _ in requests[start : start + wave]:
-                index, output = await outputs.get()
-                await _check_connected(request)
+                while outputs.empty():
+                    await _check_connected(request)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                            outputs.put_nowait(await outputs.get())
+                index, output = outputs.get_nowait()
                 if output.finish != "stop":
                     raise _failure(generations[index])
         response = await _json_response(vectors_reply(self._model.name, body, generations))

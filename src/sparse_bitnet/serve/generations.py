@@ -98,7 +98,11 @@ def requests_of(
         raise ApiError(400, f"{choices} choices: this server's limit is {most}", param="n")
     model.check_tokens(map(int, body.logit_bias), "logit_bias")
     if isinstance(body, ChatBody):
-        prompts = [_chat_tokens(body, model, capacity)]
+        text = _chat_text(body, model)
+        body._in_thought = text.rstrip().endswith(THOUGHT) or (
+            body.continues and ends_in_thought(body.messages[-1].text)
+        )
+        prompts = [_prompt_tokens(text, model, capacity, "messages", adds_special=False)]
     else:
         prompts = [_prompt_tokens(prompt, model, capacity, "prompt") for prompt in body.prompt]
     echo = [""] * len(prompts)
@@ -117,9 +121,9 @@ def requests_of(
         scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
         if (entries := scored * body.n * (body.top_scores + 1)) > _MOST_LOGPROBS:
             message = (
-                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once"
+                f"up to {entries:,} log-probabilities: this server gives {_MOST_LOGPROBS:,} at once; "
+                "lower max_tokens, n or top_logprobs"
             )
-            message += "; lower max_tokens, n or top_logprobs"
             raise ApiError(400, message, param="logprobs")
     seed = secrets.randbits(64) if body.seed is None else body.seed
     requests = [
@@ -225,20 +229,12 @@ def _chat_text(body: ChatBody, model: ServedModel) -> str:
     return text.rpartition(mark)[0] if mark else text
 
 
-def _chat_tokens(body: ChatBody, model: ServedModel, most: int) -> list[int]:
-    text = _chat_text(body, model)
-    body._in_thought = text.rstrip().endswith(THOUGHT) or (
-        body.continues and ends_in_thought(body.messages[-1].text)
-    )
-    return _prompt_tokens(text, model, most, "messages", adds_special=False)
-
-
 def _with_calls(
     grammar: Grammar | None, body: ChatBody, syntax: ToolSyntax | None
 ) -> Grammar | None:
     """Return a grammar of tool calls or an answer, like OpenAI; of the answer if both begin with {."""
     assert syntax is not None
-    is_answer = grammar is not None and body.response_format is not None
+    is_answer = (body.response_format or {}).get("type", "text") != "text"
     if body.calls_are_forced and grammar is not None and not is_answer:
         raise ApiError(400, "give either a tool_choice that forces a call or a grammar, not both")
     answer = grammar.rule if grammar is not None and is_answer else ""

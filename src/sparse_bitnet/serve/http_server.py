@@ -126,7 +126,8 @@ class HttpServer(uvicorn.Server):
             for connection in connections:
                 connection.shutdown()  # as at the server's end: answers are completed
             for limit in self._app.state.body_limits:
-                limit.reschedule(0)
+                if not limit.expired():
+                    limit.reschedule(0)
         return H11Protocol(**options)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
