@@ -159,6 +159,8 @@ def test_prompts_beyond_the_context_are_user_errors(models):
         ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)
     with pytest.raises(UserError, match="an answer alone has more tokens"):
         ours.loglikelihood(requests(("some", " word" * 600)), disable_tqdm=True)
+    with pytest.raises(UserError, match="an answer of the task adds no token to its question"):
+        ours.loglikelihood(requests(("some", "")), disable_tqdm=True)
     with pytest.raises(UserError, match="needs --engine transformers: the CPU engine is greedy"):
         ours.generate_until(requests(("some", {"do_sample": True})), disable_tqdm=True)
 

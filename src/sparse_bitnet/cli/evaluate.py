@@ -162,6 +162,7 @@ def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions |
 
 def _score_tasks(models: dict[str, Any], config: EvaluateConfig) -> list[dict[str, Any]]:
     """Score tasks under lm-eval's own progress bar and print their metrics; returns lm-eval's results."""
+    from sparse_bitnet.checkpoint.config_fields import text_config_of
     from sparse_bitnet.checkpoint.load import load_tokenizer
     from sparse_bitnet.checkpoint.model_folder import read_config
     from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
@@ -173,7 +174,7 @@ def _score_tasks(models: dict[str, Any], config: EvaluateConfig) -> list[dict[st
     results = []
     for name, (folder, engine) in models.items():
         if engine is not None:
-            positions = read_config(folder).get("max_position_embeddings", 2048)
+            positions = text_config_of(read_config(folder)).get("max_position_embeddings", 2048)
             room = config.batch_size * min(positions, _TASK_TOKENS)
             engine = replace(engine, cache_tokens=max(positions, room))
         results.append(evaluate_tasks(folder, config.tasks, engine=engine, **options))
@@ -218,7 +219,7 @@ def _score_text(models: dict[str, Any], config: EvaluateConfig) -> list[dict[str
         "context": "{0.context_length} tokens",
         "computed in": "{0.precision} on {0.device}",
     }
-    if results[0].bits_per_byte is not None:
+    if all(each.bits_per_byte is not None for each in results):
         rows["bits per byte"] = "{0.bits_per_byte:.4f} ({0.text_bytes:,} bytes)"
     columns = [Column(style="dim"), *(Column(overflow="fold") for _ in results)]
     table = Table(*columns, box=box.SIMPLE, show_header=False)

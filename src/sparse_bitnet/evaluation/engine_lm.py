@@ -68,6 +68,8 @@ class EngineLM(TemplateLM):
         # The rows of each text and the length of its context; equal ones are computed once.
         rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
+            if not continuation:
+                raise UserError("an answer of the task adds no token to its question")
             # When both are too long the context is cut from the left.
             whole = tuple(context + continuation)[-(self.max_length + 1) :]
             split = len(whole) - len(continuation)
