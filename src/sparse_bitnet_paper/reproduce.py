@@ -77,8 +77,6 @@ def reproduce(
     `Interrupted` after SIGINT, once all runs in progress have checkpoints: the same call resumes them.
     """
     results, runs = Results(out), plan(scale, experiments, seeds)
-    if not runs:
-        raise UserError(f"scale {scale.name} has no runs of {', '.join(experiments)}")
     check_ours(out, [SETTING, results.data.name], "a set of results")
     if (out / SETTING).is_file():  # refuses another scale before its text is prepared there
         results.check(make_setting(scale, results.setting["data"]))

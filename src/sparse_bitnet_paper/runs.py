@@ -140,7 +140,7 @@ def search(scale: Scale) -> list[Run]:
 
 def ideas(scale: Scale) -> list[Run]:
     """Scores, quantizers, activations and schedules that the paper does not use, against the paper's."""
-    seeds, formats = range(scale.seeds.get("ideas", 1)), paper()["ideas"].values()
+    seeds, formats = range(scale.seeds["ideas"]), paper()["ideas"].values()
     return [run_of(scale, scale.main, format, seed) for seed in seeds for format in formats]
 
 
@@ -162,7 +162,7 @@ def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> 
     Seed 0 of everything comes first, and within a seed the main size, so that a set that was cut short
     is still a whole one at fewer seeds. `seeds` replaces every number of seeds of the scale.
 
-    Raises `UserError` for an unknown experiment.
+    Raises `UserError` for an unknown experiment, and if there are no runs.
     """
     if unknown := [name for name in experiments if name not in _ALL]:
         raise UserError(
@@ -177,4 +177,6 @@ def plan(scale: Scale, experiments: Sequence[str], seeds: int | None = None) -> 
     for name in experiments:
         for run in _ALL[name](scale):
             runs.setdefault(run.name, run)
+    if not runs:
+        raise UserError(f"scale {scale.name} has no runs of {', '.join(experiments)}")
     return sorted(runs.values(), key=lambda run: (run.config.seed, run.config.model != scale.main))

@@ -104,7 +104,7 @@ def smoke() -> Scale:
             Size(model="qwen2.5-0.5m", steps=8, seeds=1),
         ),
         main="qwen2.5-0.3m",
-        seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 1},
+        seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 1, "ideas": 1},
         recipe=TrainConfig(
             batch_size=8,
             sequence_length=32,
@@ -161,7 +161,7 @@ def gpu() -> Scale:
             Size(model="qwen2.5-30m", steps=1500, seeds=1),
         ),
         main="qwen2.5-3m",
-        seeds={"sweep": 3, "ablations": 3, "schedule": 3, "search": 1},
+        seeds={"sweep": 3, "ablations": 3, "schedule": 3, "search": 1, "ideas": 1},
         recipe=TrainConfig(
             batch_size=64,
             sequence_length=512,
@@ -193,7 +193,7 @@ def paper() -> Scale:
         },
         sizes=tuple(Size(model=model, steps=recipe.steps, seeds=1) for model in sizes),
         main=sizes[0],
-        seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 0},
+        seeds={"sweep": 1, "ablations": 1, "schedule": 1, "search": 0, "ideas": 1},
         recipe=recipe,
         validations=50,
         needs_gpu=True,
@@ -256,7 +256,7 @@ class QuickstartConfig(DenseLayersOption):
 
     def __post_init__(self) -> None:
         check_least(self, seeds=1, workers=1)
-        self.scale()
+        self.pattern = self.scale().pattern
 
     def scale(self) -> Scale:
         """Return the quickstart as a scale, whose table 2 it trains.
@@ -291,7 +291,7 @@ class QuickstartConfig(DenseLayersOption):
             main=self.model,
             seeds={},
             recipe=recipe,
-            pattern=self.pattern,
+            pattern=str(pattern),
             dense_layers=self.dense_globs,
             patterns=(),
             sparse_percents=(),

@@ -200,12 +200,12 @@ def read_checkpoint(
     """
     opened = find_checkpoint(path_or_id)
     if opened.kind == "trained":
-        weight = opened.entry["format"]["weight"]
+        weight = read_format(opened.entry, str(opened.folder / CONFIG_FILE)).weight
     else:
         weight = "ternary" if opened.entry.get("quant_method") == "bitnet" else "full"
-    parts = [part for part in Path(path_or_id).parts if part not in ("final", "checkpoints", "/")]
+    parts = Path(path_or_id).absolute().parts
     return CheckpointWeights(
-        label=parts[-1],
+        label=[part for part in parts if part not in ("final", "checkpoints", "/")][-1],
         weight=weight,
         layers=count_checkpoint(path_or_id, pattern=pattern, dense_layers=dense_layers),
     )

@@ -36,6 +36,7 @@ NEEDS_TORCH = [
     (["evaluate", "x", "--data", "x", "--out", "no/folder.json"], "cannot write no/folder.json"),
     (["import", "nowhere", "out", "--embeddings", "int8"], "without --packed-format"),
     (["reproduce", "all", "tabel2", "--dry-run"], "experiment 'tabel2' is unknown"),
+    (["reproduce", "search", "--scale", "paper", "--dry-run"], "scale paper has no runs of search"),
     (["reproduce", "--dry-run", "--workers", "0"], "--workers 0: must be at least 1"),
     (["reproduce", "search", "--scale", "smoke", "--out", "/dev/null"], "cannot write /dev/null"),
     (["bench", "--weight-format"], "--weight-format: expected at least one argument"),

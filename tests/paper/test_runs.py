@@ -64,6 +64,8 @@ def test_seed_zero_of_everything_comes_first_and_the_main_size_before_others():
 
 def test_seeds_on_request_replace_those_of_the_scale():
     assert {run.config.seed for run in plan(find_scale("cpu"), ALL, seeds=2)} == {0, 1}
+    assert {run.config.seed for run in plan(find_scale("gpu"), ["ideas"], seeds=2)} == {0, 1}
+    assert QuickstartConfig(pattern="06:8").pattern == "6:8"
     with pytest.raises(UserError, match="at least 1"):
         plan(find_scale("cpu"), ALL, seeds=0)
 
