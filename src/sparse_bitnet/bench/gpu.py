@@ -26,7 +26,7 @@ from sparse_bitnet.bench.interleaved import turns
 from sparse_bitnet.bench.options import PAPER_DECODE, PAPER_PREFILL, GpuBenchOptions
 from sparse_bitnet.checkpoint.build_model import preset_config
 from sparse_bitnet.checkpoint.load import load_with
-from sparse_bitnet.errors import reason_of
+from sparse_bitnet.errors import UserError, reason_of
 from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.nn.convert import convert_, selected, set_integer_forward_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear
@@ -290,6 +290,11 @@ def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains:
     """
     make_folder(folder)
     given = {name: getattr(options, name) for name in ("model", "context", "rounds")}
+    for row in read_rows(folder):
+        if any(row.get(name) != value for name, value in given.items()):
+            raise UserError(
+                f"{folder} has rows measured with options other than {given}: choose another --out"
+            )
     steps = [*product(("prefill", "decode"), options.pattern), ("train", options.pattern[0])]
     failures: dict[str, str] = {}
     for phase, pattern in (s for s in steps if options.step in ("all", s[0])):
