@@ -60,6 +60,8 @@ class EngineOptions:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option} {value!r}: choose one of {', '.join(choices)}")
         check_least(self, threads=1, context_length=1, cache_tokens=1)
+        if (self.cache_tokens or 1) > 1 << 31:
+            raise UserError(f"--cache-tokens {self.cache_tokens}: must be at most {1 << 31}")
         if (self.threads or 1) > MOST_THREADS:
             raise UserError(f"--threads {self.threads}: must be at most {MOST_THREADS}")
         if self.device == "cuda" and self.engine == "cpu":
