@@ -44,6 +44,8 @@ def test_run_folder_stands_for_its_final_model(tmp_path):
     final = checkpoint_folder(tmp_path / "final")
     assert resolve_checkpoint(tmp_path) == str(final)
     assert find_checkpoint(final).trained_context_length == 128
+    beside = shutil.copytree(final, final.with_name("copy"))
+    assert find_checkpoint(beside).trained_context_length is None
 
 
 @pytest.mark.parametrize(

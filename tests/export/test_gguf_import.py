@@ -270,11 +270,12 @@ def test_commands_that_need_ternary_files_name_distill(
     assert os.listdir(tmp_path) == ["model.gguf"]
 
 
-def test_one_part_of_several_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "parts"), [("add_uint16", 3), ("add_string", "many")])
+def test_one_part_of_several_is_named(tmp_path: Path, kind: str, parts: object) -> None:
     path = tmp_path / "model-00002-of-00003.gguf"
     with gguf_writer(path, "llama") as writer:
-        writer.add_uint16("split.count", 3)
-    with pytest.raises(UserError, match="it is one of 3 parts: llama-gguf-split --merge"):
+        getattr(writer, kind)("split.count", parts)
+    with pytest.raises(UserError, match=f"it is one of {parts} parts: llama-gguf-split --merge"):
         open_checkpoint(path)
 
 

@@ -271,7 +271,7 @@ class CompressedTensors(ForeignFolder):
             codes = unpack_words(words, columns)
         else:
             codes = self.codes_of(layer, torch.int8, (rows, columns))
-        return with_fewest_scales(codes, scale if self.group else scale.view(-1, 1), layer)
+        return with_fewest_scales(codes, scale.view(-1, columns // (self.group or columns)), layer)
 
 
 def _group_of(entry: dict[str, Any], where: str) -> int:

@@ -198,7 +198,8 @@ class _Reader:
             if key in self.metadata:
                 raise ValueError(f"{key} is repeated")
             self.metadata[key] = self._value(self._number("I"))
-        if (parts := self.metadata.get("split.count", 0)) > 1:
+        parts = str(self.metadata.get("split.count", 0))[:9]
+        if parts not in ("0", "1"):
             raise UserError(f"it is one of {parts} parts: llama-gguf-split --merge FIRST OUT.gguf")
         self.alignment = self.metadata.get("general.alignment", 32)
         if type(self.alignment) is not int or not 0 < self.alignment <= 1 << 16:

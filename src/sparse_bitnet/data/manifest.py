@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from sparse_bitnet.checkpoint.model_folder import leads_outside
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import file_crc32, write_atomic
 from sparse_bitnet.progress import Progress
 
@@ -161,7 +161,7 @@ def check_shards(
             what = "truncated" if size < expected else "too long"
             raise UserError(f"{path}: {what} ({size:,} bytes, expected {expected:,}); {remedy}")
     total, done = sum(shard.tokens for shard in shards) * dtype.itemsize, 0
-    with Progress() as progress:
+    with os_errors_as(f"cannot read {folder}"), Progress() as progress:
         line = progress.line(f"checking {folder}", "MB", 1e6)
         for shard in shards if checksums else ():
             if shard.crc32 != (checksum := f"{file_crc32(folder / shard.file):08x}"):

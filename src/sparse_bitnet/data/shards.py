@@ -242,7 +242,8 @@ class TokenDataset:
 
     def _map(self, number: int) -> np.ndarray:
         if number not in self._maps:
-            with open(self.folder / self.shards[number].file, "rb") as file:
+            path = self.folder / self.shards[number].file
+            with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             # Windows are read in random order: reading ahead, 4 MB on some systems for the 4 kB of a
             # window, made a batch of 64 windows of 100 GB take 2.5 s instead of milliseconds.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.hub import read_format, save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
@@ -30,7 +30,6 @@ from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError, install
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import first_unpackable, set_phase_, sparse_layers
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training import distributed, metrics, schedule
@@ -131,7 +130,7 @@ def _take_folder(
         if name != config.init:
             continue
         if stored.kind == "trained":
-            before = SparseBitConfig.from_dict(stored.entry["format"])
+            before = read_format(stored.entry, str(stored.folder / "config.json"))
             if before != format:
                 say(f"{name} is {before}: the run converts it to {config.format} (--format)")
         if layer := first_unpackable(stored.model, format.keeps_dense):
