@@ -70,13 +70,12 @@ class Weights:
                 mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
                 self._mapped = np.frombuffer(mapped, np.uint8)
                 self.kept.append(self._mapped)
-            embedding_format, names = head_format, model.table_names
-            if not model.architecture.ties_head:
-                embedding_format = STORED_NAMES[model.file.entries[names[0]].dtype]
-            self.embedding, self.head_bytes = self._table(names[0], embedding_format)
+            first, *heads = model.table_names
+            form = STORED_NAMES[model.file.entries[first].dtype] if heads else head_format
+            self.embedding, self.head_bytes = self._table(first, form)
             self.head = self.embedding
-            if not model.architecture.ties_head:
-                self.head, self.head_bytes = self._table(names[1], head_format)
+            for name in heads:  # one of its own
+                self.head, self.head_bytes = self._table(name, head_format)
             vectors = [
                 f"model.layers.{layer}.{name}"
                 for layer in range(model.architecture.layers)

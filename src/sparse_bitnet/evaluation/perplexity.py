@@ -44,9 +44,6 @@ DEFAULT_CONTEXT_LENGTH = 2048
 Piece = tuple[np.ndarray, np.ndarray]
 """Tokens of a window, with the one after it; and which of the predictions are scored, bool."""
 
-_PAGE = 64
-"""Page size of the CPU engine's cache, in tokens."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
@@ -267,7 +264,7 @@ def evaluate(
         model = stored.load(dtype=torch.float32).to(options["device"])
         precision, where = str(options["dtype"]).removeprefix("torch."), options["device"].type
     else:
-        room = batch_size * (context_length // _PAGE + 1) * _PAGE
+        room = batch_size * (context_length + 64)  # each sequence ends within a page
         settings = replace(engine, context_length=context_length, cache_tokens=room)
         model = open_engine(str(stored.folder), settings)
         precision, where = f"float32, head {engine.head}, cache {engine.kv_cache}", "cpu engine"

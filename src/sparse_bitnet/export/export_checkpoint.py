@@ -45,7 +45,6 @@ from sparse_bitnet.export.hf_folder import (
     copy_tokenizer,
     older_rope,
     plain_config,
-    write_generation_config,
     write_safetensors,
 )
 from sparse_bitnet.export.model_card import gguf_file_name, model_card
@@ -156,7 +155,6 @@ def write(
                 values["quantization_config"] = _quantization_config(source, config.format, group)
             write_json(folder / "config.json", values)
             copy_tokenizer(source.folder, folder)
-            write_generation_config(source.folder, folder)
         card = model_card(source, config.format, config.embeddings)
         (folder / "README.md").write_text(card, encoding="utf-8")
 

@@ -104,7 +104,8 @@ def older_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files, under a class name that every release of transformers knows."""
+    """Copy the tokenizer files, under a class name that every release of transformers knows, and
+    generation_config.json, naming the end tokens where it names none."""
     copy_files(source, folder, TOKENIZER_FILES)
     if (source / "tokenizer_config.json").is_file():
         config = read_json(source / "tokenizer_config.json")
@@ -116,10 +117,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             # The older name of such a list, which releases 4 and 5 read; under this one, 4 wants a table.
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
         write_json(folder / "tokenizer_config.json", config)
-
-
-def write_generation_config(source: Path, folder: Path) -> None:
-    """Copy generation_config.json, naming the end tokens where it names none."""
     config = read_json_if_there(source / "generation_config.json")
     if config.get("eos_token_id") is None and (source / "tokenizer.json").is_file():
         end, ends = load_tokenizer(source).eos_token_id, stored_ends(source)

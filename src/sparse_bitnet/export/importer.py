@@ -31,7 +31,6 @@ from sparse_bitnet.export.hf_folder import (
     converted,
     copy_tokenizer,
     plain_config,
-    write_generation_config,
     write_safetensors,
 )
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
@@ -96,11 +95,10 @@ class _Foreign(Checkpoint):
 
     def __init__(self, foreign: Checkpoint, format: SparseBitConfig) -> None:
         super().__init__(foreign)
-        self.foreign, self.format, self.embeddings = foreign, format, foreign.embeddings
+        self.foreign, self.format = foreign, format
         self.others = {name: foreign.others[name] for name in foreign.stored}
         self.dtypes = dict.fromkeys(self.others, "F32")
         self.config, self.has_masters = plain_config(foreign.config), False
-        self.rotation = foreign.rotation
 
     def stored_values(self, name: str, part: slice = slice(None)) -> Any:
         values = self.foreign.stored_values(name, part)
@@ -118,7 +116,6 @@ class _Foreign(Checkpoint):
         if not self.foreign.write_tokenizer(folder):
             copy_tokenizer(self.folder, folder)
             copy_files(self.folder, folder, (POOLING_FILES,))
-            write_generation_config(self.folder, folder)
         return True
 
 

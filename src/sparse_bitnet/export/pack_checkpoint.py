@@ -39,7 +39,6 @@ from sparse_bitnet.packing.formats import (
     SCALE_FLOOR,
     SCALE_GROUPS,
     PackedMetadata,
-    check_layout,
     needs_exact,
     row_bytes,
 )
@@ -94,8 +93,6 @@ def pack_checkpoint(
     out = check_new_folder(out)
     checkpoint = source if isinstance(source, Checkpoint) else open_ternary(source)
     metadata, tables = _described(checkpoint, format, embeddings)
-    for name, (_, in_features) in metadata.layers.items():
-        check_layout(metadata.packed_format, metadata.pattern, in_features, name)
     with atomic_folder(out) as folder:
         # The tokenizer comes first: if it cannot be read, packing fails before the weights.
         if not checkpoint.write_tokenizer(folder):
@@ -187,7 +184,7 @@ def _write_tensors(
     """Write all tensors; return the bytes of packed weights with their scales."""
     done, weight_bytes, specs = 0, 0, []
     for name, (rows, in_features) in metadata.layers.items():
-        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features)
+        columns = row_bytes(metadata.packed_format, metadata.pattern, in_features, layer=name)
         specs.append(TensorSpec(f"{name}.weight_packed", "uint8", (rows, columns)))
         # If a layer has several scales, their shape and type are set when they are written.
         scales = ("float32", (1,)) if checkpoint.has_one_scale else (None, (10**15,))

@@ -115,7 +115,6 @@ class OpenModel:
         Raises `UserError` before any work for options out of their range and a prompt that the model
         cannot continue, as `Scheduler.run` does.
         """
-        from sparse_bitnet.generation.prefix_cache import PrefixCache
         from sparse_bitnet.generation.request import GenerationRequest
         from sparse_bitnet.generation.scheduler import Scheduler
 
@@ -129,7 +128,6 @@ class OpenModel:
             deliver=lambda generation, output: on_text(output.text),
             **fields,
         )
-        prefixes = PrefixCache(0) if prefixes is None else prefixes
         scheduler = Scheduler(self.engine, prefixes=prefixes, speculation=speculation)
         (generation,) = scheduler.run([request])
         return generation

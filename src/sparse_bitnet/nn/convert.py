@@ -140,8 +140,7 @@ def convert_(
                 owner.activation_relu_or_gelu = 0  # its fast path multiplies past the layers
     for name, norm in norms.items():
         layer: Any = model.get_submodule(name)
-        if layer.input_norm is not None:
-            layer.input_norm.copy_(norm)
+        layer.input_norm.copy_(norm)
     if is_saved:
         model_config.quantization_config = quantization_config(model, config)
     return model

@@ -3,6 +3,7 @@
 of a packed checkpoint, in its tensor file and in its config.json."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -99,18 +100,11 @@ def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "
     return -(-bits // 8)
 
 
-def i2_plane_bytes(block_weights: int) -> int:
-    """Bytes of an i2 block of this many weights, at most 256."""
-    return -(-block_weights // (4 * I2_TAIL_ALIGNMENT)) * I2_TAIL_ALIGNMENT
-
-
-def b3_plane_bytes(block_weights: int) -> int:
-    """Bytes of a b3 block of this many weights, at most 320."""
-    return -(-block_weights // 5)
-
-
-PLANES = {"i2": (I2_BLOCK_WEIGHTS, i2_plane_bytes), "b3": (B3_BLOCK_WEIGHTS, b3_plane_bytes)}
-"""Weights of a whole block, and the function that sizes a block, of the formats made of planes."""
+PLANES: dict[str, tuple[int, Callable[[int], int]]] = {
+    "i2": (I2_BLOCK_WEIGHTS, lambda n: -(-n // (4 * I2_TAIL_ALIGNMENT)) * I2_TAIL_ALIGNMENT),
+    "b3": (B3_BLOCK_WEIGHTS, lambda n: -(-n // 5)),
+}
+"""Weights of a whole block, and the bytes of a block of n weights, of the formats made of planes."""
 
 
 def nm_enum_states(weights: int, nonzeros: int) -> int:
