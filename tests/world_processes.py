@@ -57,13 +57,8 @@ class Worlds(Child):
                 interrupt (SIGTERM), full disk; before the step, or at its checkpoint.
                 "rank:export" -> slow: half as long again as the timeout.
         """
-        request = {
-            "configs": [asdict(config) for config in configs],
-            "size": size,
-            "shard": shard,
-            "timeout_seconds": timeout_seconds,
-            "faults": faults or {},
-        }
+        request = {"configs": [asdict(config) for config in configs], "size": size, "shard": shard}
+        request |= {"timeout_seconds": timeout_seconds, "faults": faults or {}}
         return [(code, text) for code, text in self.ask(request)["ranks"]]
 
 
@@ -141,12 +136,8 @@ def be_rank(rank: int, ports: list[int], request: dict[str, Any], output: Path) 
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(request["size"]),
-            MASTER_ADDR="127.0.0.1",
-        )
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        os.environ["WORLD_SIZE"] = str(request["size"])
         code = train_all(rank, ports, request)
     except BaseException:
         import traceback

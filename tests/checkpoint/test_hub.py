@@ -196,7 +196,7 @@ class TestRefusals:
         with pytest.raises(UserError, match=r"cannot write .*thesis\.txt"):
             save_pretrained(model, tmp_path / "thesis.txt")
         (tmp_path / "config.json").write_text('{"steps": 5}')  # as a run folder has
-        with pytest.raises(UserError, match=r"its config\.json is not a model's; choose another"):
+        with pytest.raises(UserError, match=r"holds thesis\.txt, which is no checkpoint's: choose"):
             save_pretrained(model, tmp_path)
         assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -207,6 +207,13 @@ class TestRefusals:
             save_pretrained(model, tmp_path / "out")
             assert_same_model(from_pretrained(tmp_path / "out"), model)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        (tmp_path / "out" / "tokenizer.json").write_text("{}")
+        save_pretrained(model, tmp_path / "out")
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+        (tmp_path / "out" / "checkpoint-5").mkdir()
+        with pytest.raises(UserError, match=r"holds checkpoint-5, which is no checkpoint's"):
+            save_pretrained(model, tmp_path / "out")
+        assert (tmp_path / "out" / "checkpoint-5").exists()
 
 
 @pytest.mark.parametrize("kind", ["trained", "packed"])

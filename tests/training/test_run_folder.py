@@ -52,7 +52,7 @@ def test_a_model_is_not_trained_in_its_own_folder(small_run):
     out = Path(small_run().out)
     out.mkdir()
     (out / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(UserError, match="holds a model, not a run; choose another folder"):
+    with pytest.raises(UserError, match=r"its config\.json is not a run's; choose another folder"):
         train(small_run())
     assert os.listdir(out) == ["config.json"]
 

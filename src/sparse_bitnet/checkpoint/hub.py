@@ -26,15 +26,16 @@ from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     MASTERS_HELD,
+    TOKENIZER_FILES,
     WITHOUT_IMPORT,
+    copy_files,
     finish_folder,
-    read_json,
 )
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, prepare_model_
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import atomic_folder, check_ours
+from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder, check_ours
 from sparse_bitnet.layer_config import FORMAT_VERSION, REGISTERED
 from sparse_bitnet.nn.convert import convert_, first_unpackable, quantization_config, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
@@ -79,12 +80,11 @@ def read_format(entry: dict[str, Any], where: str = "config.json") -> SparseBitC
 def save_pretrained(
     model: "PreTrainedModel", folder: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> None:
-    """Write a converted model, and its tokenizer if given, as a complete folder in one step.
+    """Write a converted model, and its tokenizer if given, as a complete folder in one step. A checkpoint
+    in `folder` is replaced; without a tokenizer, its own stays.
 
-    A checkpoint already in `folder` is replaced as a whole, including other files in it.
-
-    Raises `UserError` when the model holds no `SparseBitLinear`, `folder` holds files that are not a
-    checkpoint, or the disk is full; `folder` is then unchanged.
+    Raises `UserError` when the model holds no `SparseBitLinear`, `folder` holds other files than a
+    checkpoint's, or the disk is full; `folder` is then unchanged.
     """
     configs = [layer.config for layer in sparse_layers(model).values()]
     if not configs:
@@ -95,14 +95,17 @@ def save_pretrained(
         raise UserError("layers differ in their format; one checkpoint holds one format")
     folder = Path(folder)
     check_ours(folder, ["config.json"], "a checkpoint")
-    if (path := folder / CONFIG_FILE).exists() and "model_type" not in read_json(path):
-        raise UserError(f"{folder}: its config.json is not a model's; choose another folder")
+    there = {path.name for path in folder.glob("*")}
     model.config.quantization_config = quantization_config(model, configs[0])
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
+        copy_files(folder, temporary, TOKENIZER_FILES if tokenizer is None else ())
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         finish_folder(temporary, MASTERS_HELD)
+        for name in sorted(there - {path.name for path in temporary.glob("*")}):
+            if not name.startswith(("model", ".lock", TEMPORARY_PREFIX)):
+                raise UserError(f"{folder} holds {name}, which is no checkpoint's: choose another")
 
 
 class TrainedCheckpoint(Checkpoint):

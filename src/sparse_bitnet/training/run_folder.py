@@ -87,8 +87,8 @@ def run_lock(run: Path) -> Iterator[None]:
 def check_run(run: Path, config: TrainConfig) -> None:
     """Raise `UserError` when the folder holds other files, or a run of another config past its start."""
     check_ours(run, ["config.json"], "a run folder")
-    if "model_type" in read_json_if_there(run / "config.json"):
-        raise UserError(f"{run} holds a model, not a run; choose another folder")
+    if "steps" not in (read_json_if_there(run / "config.json") or ["steps"]):
+        raise UserError(f"{run}: its config.json is not a run's; choose another folder")
     is_kept = any((run / name).exists() for name in ("final", RESULT))
     if not (is_kept or saved_steps.list_checkpoints(run)) or not (run / "config.json").is_file():
         return
