@@ -296,9 +296,8 @@ def test_lora_trains_adapters_and_merges_them(
 ) -> None:
     pytest.importorskip("peft")
     samples = list[int]()
-    train(
-        config := chat_run(lora=4, steps=12), on_sample=lambda row, _: samples.append(row["step"])
-    )
+    config = chat_run(lora=4, steps=12)
+    result = train(config, on_sample=lambda row, _: samples.append(row["step"]))
     assert samples == [12]
     said = capsys.readouterr().err
     assert "with the adapters beside the weights; merging them changes" in said
@@ -311,6 +310,8 @@ def test_lora_trains_adapters_and_merges_them(
     changed = sum(int((a != b).sum()) for a, b in codes) / sum(a.numel() for a, _ in codes)
     assert 0 < share < 1
     assert share == pytest.approx(changed)
+    zeros = sum(int((b == 0).sum()) for _, b in codes) / sum(b.numel() for _, b in codes)
+    assert result.zero_fraction == pytest.approx(zeros)
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
 
 

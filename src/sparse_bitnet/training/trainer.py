@@ -431,11 +431,6 @@ class Trainer:
         # The stored model uses the full format, whatever phase the last step was in.
         set_phase_(self.layers.values(), None)
         zero_fraction = row["zero_fraction"]
-        if not row["sparse"]:
-            with selected_shards(self.layers.values(), self.world.sum_shards):
-                counts = metrics.selection_counts(self.layers, self.world.sum_shards).tolist()
-            figures = metrics.selection_metrics(self.layers, counts, by_layer=False)
-            zero_fraction = figures["zero_fraction"]
         if self.adapted is not None:
             beside = self._validate(self.config.steps, self.loss)
             self.loss.model, share = merged(self.adapted)
@@ -444,6 +439,11 @@ class Trainer:
                 f"validation perplexity {beside['validation_perplexity']:,.3f} with the adapters beside "
                 f"the weights; merging them changes {share:.2%} of the codes"
             )
+        if not row["sparse"] or self.adapted is not None:
+            with selected_shards(self.layers.values(), self.world.sum_shards):
+                counts = metrics.selection_counts(self.layers, self.world.sum_shards).tolist()
+            figures = metrics.selection_metrics(self.layers, counts, by_layer=False)
+            zero_fraction = figures["zero_fraction"]
         validation = self._validate(self.config.steps)
         if not math.isfinite(validation["validation_perplexity"]):
             self.world.fail(
