@@ -49,7 +49,7 @@ _ELSEWHERE = {
     "--out": ("OUT", "[OUT]"),
 }
 """Options of other commands and tools, each with those of ours that an error names instead."""
-_MAY_BE_EMPTY = ("prompt", "system", "regex", "dense_layers", "api_key")
+_MAY_BE_EMPTY = ("prompt", "system", "regex", "dense_layers")
 """Options that may be empty; an empty value of any other is taken for a shell's unset variable."""
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _METAVARS = {

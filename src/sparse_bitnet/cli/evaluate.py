@@ -98,9 +98,7 @@ class EvaluateConfig:
         check_least(self, fewshot=0, limit=1, context_length=1)
         check_least(self, batch_size=1, max_tokens=0, threads=1)
         others, kind = (_OF_TEXT, "--data") if self.tasks else (_OF_TASKS, "--tasks")
-        for name in others:
-            if getattr(self, name) != getattr(type(self), name):
-                raise UserError(f"--{name.replace('_', '-')} has no effect without {kind}")
+        refuse_unused(self, others, f"it has no effect without {kind}")
         if self.engine == "cpu" and (self.device == "cuda" or self.precision == "bf16"):
             raise UserError(
                 "--engine cpu always computes in float32 on the CPU: leave out --device and --precision"
