@@ -49,12 +49,12 @@ def peers_best() -> str:
     lines = []
     for engine, isa in sorted({key[:2] for key in best}, key=lambda key: (key[0] != OURS, key)):
         prefill, decode = (best[engine, isa, phase] for phase in ("prefill", "decode"))
-        limit = limits[isa, decode["threads"]]
         bits = next(bits for name, bits in _BITS.items() if name in decode["type"])
         line = [f"{engine} ({isa})", f"{bits:g}"]
         # Tokens/s that the machine allows: two operations a weight, or all weights read once.
-        of_int8 = limit["int8_ops_per_second"] / (2 * _WEIGHTS)
-        of_memory = limit["read_bytes_per_second"] / (_WEIGHTS * bits / 8 + _HEAD)
+        of_int8 = limits[isa, prefill["threads"]]["int8_ops_per_second"] / (2 * _WEIGHTS)
+        read_rate = limits[isa, decode["threads"]]["read_bytes_per_second"]
+        of_memory = read_rate / (_WEIGHTS * bits / 8 + _HEAD)
         for row, most in ((prefill, of_int8), (decode, of_memory)):
             line.append(f"{row['tokens_per_second']:.0f} ({row['tokens_per_second'] / most:.0%})")
         lines.append(line)

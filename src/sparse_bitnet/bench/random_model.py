@@ -19,6 +19,7 @@ from sparse_bitnet.checkpoint.model_folder import write_json
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.engine.engine_model import EMBEDDING, HEAD
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.export.hf_folder import check_new_folder
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import ROWS
@@ -214,7 +215,7 @@ def write_random_model(
         if scale_group and in_features % scale_group:
             raise UserError(f"--scale-group {scale_group} does not divide rows of {in_features}")
     tensors = list(_tensors(shape, metadata, scale_group))
-    with atomic_folder(out) as folder:
+    with atomic_folder(check_new_folder(out)) as folder:
         specs = [spec for spec, _ in tensors]
         with TensorFileWriter(folder / "model.safetensors", specs, metadata.to_json()) as writer:
             for spec, pieces in tensors:

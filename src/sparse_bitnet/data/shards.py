@@ -59,7 +59,7 @@ class ShardWriter:
         self._file: BinaryIO | None = None
         names = {shard.file for shard in self.shards}
         for path in folder.glob(f"{split}-*"):
-            if path.name not in names:  # written after the state
+            if path.suffix in (".bin", ".partial") and path.name not in names:  # after the state
                 path.unlink()
 
     @property
