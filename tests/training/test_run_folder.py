@@ -49,8 +49,7 @@ def test_a_config_that_cannot_train_leaves_no_trace(small_run, monkeypatch, wron
 
 
 def test_a_model_is_not_trained_in_its_own_folder(small_run):
-    out = Path(small_run().out)
-    out.mkdir()
+    (out := Path(small_run().out)).mkdir()
     (out / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(UserError, match=r"its config\.json is not a run's; choose another folder"):
         train(small_run())
