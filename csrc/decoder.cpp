@@ -169,12 +169,10 @@ int Decoder::fork(int sequence, std::int64_t length) {
 }
 
 void Decoder::truncate(int sequence, std::int64_t length) {
-  RecurrentStates& states = state_->states;
-  if (states.is_used()) {
-    length = states.held(sequence, std::min(length, state_->cache.length(sequence)));
-    states.cut(sequence, length);
-  }
+  const bool has_states = state_->states.is_used();
+  if (has_states) length = held(sequence, std::min(length, state_->cache.length(sequence)));
   state_->cache.truncate(sequence, length);
+  if (has_states) state_->states.cut(sequence, length);
 }
 
 std::int64_t Decoder::length(int sequence) const { return state_->cache.length(sequence); }

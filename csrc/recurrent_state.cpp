@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "recurrent_state.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -16,7 +17,7 @@ constexpr std::int64_t tokens_behind = 8;
 }  // namespace
 
 std::int64_t RecurrentStates::held(int sequence, std::int64_t length) const {
-  std::int64_t longest = 0;
+  std::int64_t longest = std::min<std::int64_t>(length, 0);  // callers refuse what is negative
   for (const State& state : sequences_.at(sequence).states) {
     if (state.length <= length) longest = state.length;
   }
@@ -55,9 +56,7 @@ RecurrentStates::Shared RecurrentStates::make() {
   while (alive_ >= most_) {
     if (!drop_snapshot()) return nullptr;
   }
-  Shared made = std::make_shared<Buffer>(floats_, alive_);
-  made->used = ++clock_;
-  return made;
+  return std::make_shared<Buffer>(floats_, alive_);
 }
 
 std::vector<RecurrentStates::Step> RecurrentStates::take(const std::vector<Growth>& growths) {
@@ -111,9 +110,11 @@ void RecurrentStates::commit(std::vector<Step>& steps, const std::vector<Growth>
     Sequence& sequence = sequences_.at(growths[i].sequence);
     if (growths[i].count == 1) sequence.prompt_snapshot = 0;
     if (steps[i].snapshot) {
+      steps[i].snapshot->used = ++clock_;
       sequence.prompt_snapshot = steps[i].snapshot_length;
       sequence.states.push_back({steps[i].snapshot_length, std::move(steps[i].snapshot)});
     }
+    steps[i].live->used = ++clock_;
     sequence.states.push_back({growths[i].length + growths[i].count, std::move(steps[i].live)});
   }
 }

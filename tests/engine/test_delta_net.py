@@ -192,6 +192,9 @@ def test_forks_and_truncation_at_every_length_equal_a_fresh_sequence(hybrid: Pat
             np.testing.assert_array_equal(logits, expected[length : length + len(given)])
         fork.close()
         cut.close()
+    for call in (engine._decoder.truncate, engine._decoder.fork):
+        with pytest.raises(IndexError):
+            call(sequence.cache, -1)
     (logits,) = engine.forward([(sequence, TOKENS[48:60])], "all")
     np.testing.assert_array_equal(logits, expected[48:])
 
