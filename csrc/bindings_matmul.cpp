@@ -196,10 +196,10 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
   kernels
       .def(
           "quantize",
-          [](const Kernels& self, ThreadPool& pool, Address x, Activations& activations) {
-            quantize(self, pool, pointer<const float>(x), activations);
+          [](const Kernels& self, Address x, Activations& activations) {
+            quantize(self, pointer<const float>(x), activations);
           },
-          "pool"_a, "x"_a, "activations"_a, unlocked, "x [tokens, columns] float32 to activations.")
+          "x"_a, "activations"_a, unlocked, "x [tokens, columns] float32 to activations.")
       .def("matmul", &multiply, "pool"_a, "x"_a, "products"_a, "repeats"_a = 1,
            "The products of one group, `repeats` times over.")
       .def(

@@ -233,13 +233,6 @@ void quantize(const Kernels& kernels, const float* x, const Activations& to) {
   }
 }
 
-void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, const Activations& to) {
-  const std::int64_t piece = std::max<std::int64_t>(1, work_per_thread / 4 / to.columns);
-  pool.parallel_for(to.tokens, piece, [&](std::int64_t begin, std::int64_t end, int) {
-    quantize(kernels, x + begin * to.columns, to.range(begin, end));
-  });
-}
-
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
             const Product* products, int count) {
   bool on_unit = kernels.matmul.tiles_from > 0 && given.tokens >= kernels.matmul.tiles_from;

@@ -102,11 +102,8 @@ constexpr std::int64_t quad_stride(std::int64_t columns) {
   return lookup::quads.blocks(columns) * lookup::quads.block_columns();
 }
 
-// x [tokens, columns] -> activations (its arrays are the caller's, sizes and strides set). The same
-// bits as ops quantize_int8.
-void quantize(const Kernels& kernels, ThreadPool& pool, const float* x, const Activations& activations);
-
-// The same on the calling thread alone, for use inside a parallel region.
+// x [tokens, columns] -> activations (its arrays are the caller's, sizes and strides set), on the calling thread. The
+// same bits as ops quantize_int8.
 void quantize(const Kernels& kernels, const float* x, const Activations& activations);
 
 // One product of a group that shares its input; the group's rows are shared out over the threads
@@ -153,7 +150,7 @@ struct Table {
 void table_row(const Table& table, std::int64_t row, float* out);
 
 // y[t, r] = sum over c of a float table[r, c] * x[t, c] in float32, x [tokens, x_stride], y [tokens, y_stride].
-// The order of the additions depends on the instruction set, but not on threads.
+// The same bits on every instruction set, for any number of threads.
 void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,
                   std::int64_t x_stride, const Table& table, float* y, std::int64_t y_stride);
 

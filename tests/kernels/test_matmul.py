@@ -121,7 +121,7 @@ class Quantized:
         )
         x = np.ascontiguousarray(x)
         self.activations = _cpu.Activations(tokens, columns, *self.addresses(), group)
-        kernels.quantize(pool, x.ctypes.data, self.activations)
+        kernels.quantize(x.ctypes.data, self.activations)
         rows = self.codes[: tokens * stride].reshape(tokens, stride)
         self.code_rows, self.padding = rows[:, :columns], rows[:, columns:]
         if self.fine is not None:

@@ -101,7 +101,7 @@ def measure_formats(
     activations = _cpu.Activations(
         1, COLUMNS, codes.ctypes.data, 0, scales.ctypes.data, sums.ctypes.data, 0
     )
-    kernels.quantize(pool, x.ctypes.data, activations)
+    kernels.quantize(x.ctypes.data, activations)
     products: dict[str, Any] = {}
     weights: dict[str, int] = {}
     outputs: list[np.ndarray] = []
