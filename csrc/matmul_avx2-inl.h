@@ -5,10 +5,8 @@
 #define FUSED(a, b, c) Vector<float>(_mm256_fmadd_ps(a, b, c))
 INLINE __m256i bits(const Bytes& v) { return bit_cast<__m256i>(v); }
 
-// As in matmul_groups-inl.h.
-INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
-  out = bit_cast<Floats>(_mm256_cvtph_ps(load<__m128i>(from)));
-}
+// As many float16 as a vector has lanes.
+INLINE Floats widen_halves(const std::uint16_t* from) { return bit_cast<Floats>(_mm256_cvtph_ps(load<__m128i>(from))); }
 
 // Sixteen entries at a time.
 struct LookupTable {

@@ -16,7 +16,7 @@ INLINE Sums dot_codes(const Sums& sums, const Bytes& codes, const Bytes& x) {
   return bit_cast<Sums>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums), bits(codes), bits(x)));
 }
 
-// As in matmul_groups-inl.h.
-INLINE void widen_halves(const std::uint16_t* from, Floats& out) {
-  out = bit_cast<Floats>(_mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from)));
+// As many float16 as a vector has lanes.
+INLINE Floats widen_halves(const std::uint16_t* from) {
+  return bit_cast<Floats>(_mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from)));
 }

@@ -41,37 +41,18 @@ INLINE std::int64_t scale_index(const Matrix& matrix, std::int64_t row) {
   return row / strip * (matrix.columns / matrix.group) * strip + row % strip;
 }
 
-// As many float16 as V has lanes; scales are finite.
-template <class V>
-INLINE void widen_halves(const std::uint16_t* from, V& out) {
-  using Bits = Vector<std::uint32_t, sizeof(V)>;
-  const Bits bits = __builtin_convertvector((load<Vector<std::uint16_t, sizeof(V) / 2>>(from)), Bits);
-  // Where float16's exponent and mantissa lie in float32 the exponent is 112 too small.
-  const V magnitude = bit_cast<V>((bits & 0x7fff) << 13) * 0x1p112f;
-  out = bit_cast<V>(bit_cast<Bits>(magnitude) | (bits & 0x8000) << 16);
-}
-
-// As many scales as V has lanes, of the rows that follow.
-template <class V>
-INLINE V scales_at(const Matrix& matrix, std::int64_t index) {
-  if (matrix.scale_type == ScaleType::float32) return load<V>(static_cast<const float*>(matrix.group_scales) + index);
+// As many scales as a vector has lanes, of the rows that follow.
+INLINE Floats scales_at(const Matrix& matrix, std::int64_t index) {
+  if (matrix.scale_type == ScaleType::float32) return load<Floats>(static_cast<const float*>(matrix.group_scales) + index);
   const auto* from = static_cast<const std::uint16_t*>(matrix.group_scales) + index;
-  V scales;
-  if (matrix.scale_type == ScaleType::bfloat16) {
-    using Bits = Vector<std::uint32_t, sizeof(V)>;
-    scales = bit_cast<V>(__builtin_convertvector((load<Vector<std::uint16_t, sizeof(V) / 2>>(from)), Bits) << 16);
-  } else {
-    widen_halves(from, scales);
-  }
-  return scales;
+  if (matrix.scale_type == ScaleType::float16) return widen_halves(from);
+  return bit_cast<Floats>(__builtin_convertvector((load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from)), Words) << 16);
 }
 
 // Those of a group of rows from a multiple of the lanes on; where the matrix ends, of its last rows.
-template <class V>
-INLINE V row_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
-  constexpr int count = sizeof(V) / 4;
-  const std::int64_t last = (matrix.rows - 1) / count * count;
-  return scales_at<V>(matrix, scale_index(matrix, row < last ? row : last) + group * matrix.rows_of_strip());
+INLINE Floats row_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
+  const std::int64_t last = (matrix.rows - 1) / row_lanes * row_lanes;
+  return scales_at(matrix, scale_index(matrix, row < last ? row : last) + group * matrix.rows_of_strip());
 }
 
 // sums [T, sums_apart] of `count` strips of i2 (matmul.h), `step` rows apart, and of tokens from `token` on. S strips are
@@ -135,7 +116,7 @@ TARGET __attribute__((noinline)) static void strip_sums(const Matrix& matrix, st
       UNROLL for (int v = 0; v < vectors; ++v) {
         const std::int64_t strip = s + v / of_strip, r = v % of_strip * row_lanes;
         const std::int64_t index = scale + strip * to_next_scale + g * strip_rows + r;
-        const Floats scales = scales_at<Floats>(matrix, index);
+        const Floats scales = scales_at(matrix, index);
         UNROLL for (int t = 0; t < T; ++t) {
           Floats value = __builtin_convertvector(dots[t][v] - excess[t * excess_stride + g], Floats) * scales;
           if (activation_scales) value *= activation_scales[t * groups + g];
@@ -189,7 +170,7 @@ TARGET __attribute__((noinline)) static void lookup_strip_sums(const Matrix& mat
     // Of a group, the sums of one digit or of all.
     const auto add_up = [&](int first, int summed) TARGET {
       for (int s = 0; s < count; ++s) {
-        const Floats scales = scales_at<Floats>(matrix, scale + s * step * groups + g * strip_rows);
+        const Floats scales = scales_at(matrix, scale + s * step * groups + g * strip_rows);
         UNROLL for (int t = 0; t < T; ++t) {
           Sums dot = Sums{} - of.excess(token + t, 0, g);
           UNROLL for (int i = 0; i < summed * chains; ++i) dot += all_sums[s][t][first + i / chains][i % chains];
@@ -215,7 +196,7 @@ INLINE void scales_of_tile(const Matrix& matrix, std::int64_t begin, std::int64_
   if (matrix.group) {
     for (std::int64_t g = 0; g < groups; ++g) {
       for (int i = 0; i < tile_rows; i += row_lanes) {
-        store(out + g * tile_rows + i, row_scales<Floats>(matrix, begin + i, first + g));
+        store(out + g * tile_rows + i, row_scales(matrix, begin + i, first + g));
       }
     }
     return;

@@ -150,7 +150,7 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
     const std::int64_t steps = packed::divide_up(group ? group : count, 64);
     for (std::int64_t g = 0; group && g < count / group; ++g) {
       for (std::int64_t r = 0; r < rows; r += row_lanes) {
-        store(scratch.scales + g * max_unit_rows + r, row_scales<Floats>(matrix, begin + r, c / group + g));
+        store(scratch.scales + g * max_unit_rows + r, row_scales(matrix, begin + r, c / group + g));
       }
     }
     for (std::int64_t r = 0; r < rows; r += unit_side) {

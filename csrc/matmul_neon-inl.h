@@ -8,6 +8,11 @@ constexpr int strip_tile_from = 24, strips_together = 1;
 #define FUSED(a, b, c) Vector<float>(vfmaq_f32(c, a, b))
 INLINE uint8x16_t bits(const Bytes& v) { return bit_cast<uint8x16_t>(v); }
 
+// As many float16 as a vector has lanes.
+INLINE Floats widen_halves(const std::uint16_t* from) {
+  return bit_cast<Floats>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))));
+}
+
 constexpr bool takes_any_bytes = false;
 INLINE Sums dot_codes(Sums sums, const Bytes& codes, const Bytes& x) {
   // Some compilers declare vdotq_s32 only where the whole file is compiled for it.

@@ -167,7 +167,7 @@ TARGET static void sum_grouped_rows(const Matrix& of_all, std::int64_t row, std:
       Sums rows[vectors_of_rows];
       in_rows(dots[s], rows);
       UNROLL for (int i = 0; i < vectors_of_rows; ++i) {
-        const Floats scales = scales_at<Floats>(matrix, scale + s * step * groups + i * row_lanes);
+        const Floats scales = scales_at(matrix, scale + s * step * groups + i * row_lanes);
         totals[s][i] += __builtin_convertvector(rows[i], Floats) * scales * activation_scale;
       }
     }
