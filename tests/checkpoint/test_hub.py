@@ -196,7 +196,7 @@ class TestRefusals:
         with pytest.raises(UserError, match=r"cannot write .*thesis\.txt"):
             save_pretrained(model, tmp_path / "thesis.txt")
         (tmp_path / "config.json").touch()
-        with pytest.raises(UserError, match=r"holds thesis\.txt, which is no checkpoint's: choose"):
+        with pytest.raises(UserError, match=r"holds thesis\.txt, no checkpoint's: choose another"):
             save_pretrained(model, tmp_path)
         assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -211,7 +211,7 @@ class TestRefusals:
         save_pretrained(model, tmp_path / "out")
         assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
         (tmp_path / "out" / "checkpoint-5").mkdir()
-        with pytest.raises(UserError, match=r"holds checkpoint-5, which is no checkpoint's"):
+        with pytest.raises(UserError, match=r"holds checkpoint-5, no checkpoint's: choose"):
             save_pretrained(model, tmp_path / "out")
         assert (tmp_path / "out" / "checkpoint-5").exists()
 

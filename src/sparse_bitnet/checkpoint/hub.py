@@ -95,7 +95,6 @@ def save_pretrained(
         raise UserError("layers differ in their format; one checkpoint holds one format")
     folder = Path(folder)
     check_ours(folder, ["config.json"], "a checkpoint")
-    there = {path.name for path in folder.glob("*")}
     model.config.quantization_config = quantization_config(model, configs[0])
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
@@ -103,9 +102,10 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         finish_folder(temporary, MASTERS_HELD)
-        for name in sorted(there - {path.name for path in temporary.glob("*")}):
-            if not name.startswith(("model", ".lock", TEMPORARY_PREFIX)):
-                raise UserError(f"{folder} holds {name}, which is no checkpoint's: choose another")
+        ours = ("model", ".lock", TEMPORARY_PREFIX, *(n.split("*")[0] for n in TOKENIZER_FILES))
+        for path in sorted(folder.glob("*")):
+            if not ((temporary / path.name).exists() or path.name.startswith(ours)):
+                raise UserError(f"{folder} holds {path.name}, no checkpoint's: choose another one")
 
 
 class TrainedCheckpoint(Checkpoint):
