@@ -57,6 +57,8 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_continues(
     [
         ('"content": "', '"content": "0', "other data"),
         (": null", ": 0", "another teacher"),
+        ('"init": null', '"init": 0', "another initial model"),
+        ('"data": {', '"data": 0, "none": {', "is damaged"),
         ('"version": 2', '"version": 1', "checkpoint version 1, this release reads 2"),
         ('"version": 2', '"version": 3', "checkpoint version 3, this release reads 2"),
     ],

@@ -102,8 +102,8 @@ def write_state(
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
-    """Raise `UserError` for a checkpoint of another version, other data or another teacher."""
+def stored_inputs(checkpoint: SavedStep) -> Any:
+    """Return the identity of what the run learns from. Raises `UserError` for another version."""
     path = checkpoint.path
     state = json.loads((path / STATE).read_bytes())
     if (version := state.get("version")) != CHECKPOINT_VERSION:
@@ -111,11 +111,7 @@ def check_state(checkpoint: SavedStep, data_identity: dict[str, Any]) -> None:
             f"{path}: checkpoint version {version}, this release reads {CHECKPOINT_VERSION}; continue "
             "the run with the release that wrote it"
         )
-    stored = {"teacher": data_identity["teacher"], **(state.get("data") or {})}
-    if stored["teacher"] != data_identity["teacher"]:
-        raise UserError(f"{path}: written with another teacher; use that one or a new folder")
-    if stored != data_identity:
-        raise UserError(f"{path}: written while training on other data; use that or a new folder")
+    return state.get("data")
 
 
 def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:

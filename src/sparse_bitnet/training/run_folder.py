@@ -59,7 +59,7 @@ class RunResult:
     flip_rate: float | None
     zero_fraction: float
     data: dict[str, Any]
-    """`TokenDataset.identity` of each split, and the `fingerprint` of the teacher."""
+    """`TokenDataset.identity` of each split, and the `fingerprint` of the teacher and of `init`."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -97,19 +97,30 @@ def check_run(run: Path, config: TrainConfig) -> None:
         raise UserError(f"{run} holds a run of another config ({listed}); choose another folder")
 
 
+def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
+    """Raise `UserError` when the stored inputs of a run are damaged, or other ones than `data`."""
+    models = {name: data[name] for name in ("teacher", "init")}  # which older releases did not store
+    try:
+        known = {**models, **stored}
+    except TypeError as error:
+        raise UserError(f"{run} is damaged: {error}") from error
+    for name in models:
+        if known[name] != data[name]:
+            what = "teacher" if name == "teacher" else "initial model"
+            raise UserError(f"{run} holds a run with another {what}; use it or choose another folder")
+    if known != data:
+        raise UserError(f"{run} holds a run on other data; use its data or choose another folder")
+
+
 def finished_result(run: Path, data: dict[str, Any]) -> RunResult | None:
     """Return the result of a finished run, else None. Raises `UserError` if its `data` are others."""
     if not (path := run / RESULT).is_file():
         return None
     try:
         result = RunResult(**read_json(path))
-        known = {"teacher": data["teacher"], **result.data}
     except TypeError as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    if known["teacher"] != data["teacher"]:
-        raise UserError(f"{run} holds a run with another teacher; use it or choose another folder")
-    if known != data:
-        raise UserError(f"{run} holds a run on other data; use its data or choose another folder")
+    check_inputs(run, result.data, data)
     return result
 
 
@@ -211,7 +222,7 @@ class RunCheckpoints:
 
         Raises `UserError` for other data, and for files that are unreadable or of another model.
         """
-        saved_steps.check_state(checkpoint, self.data_identity)
+        check_inputs(self.run, saved_steps.stored_inputs(checkpoint), self.data_identity)
         # `tensors` names these only after a first step.
         for parameter in self.parameters.values():
             if parameter.requires_grad:

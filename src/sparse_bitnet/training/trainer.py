@@ -114,6 +114,7 @@ def _take_folder(
     run, format = Path(config.out), schedule.format_of(config)
     check_run(run, config)
     data: dict[str, Any] = {"teacher": config.teacher and fingerprint(config.teacher)}
+    data["init"] = None if config.init in (None, config.teacher) else fingerprint(config.init)
     data |= {each.split: each.identity() for each in (text, held_out.dataset)}
     if (finished := finished_result(run, data)) is not None:
         return data, finished
@@ -190,7 +191,7 @@ class Trainer:
                     raise UserError("--lora trains in one process: leave out torchrun")
                 distributed.check_splits(self.model)
             self._check_learnt()
-            identity = {**data["train"], "teacher": data["teacher"]}
+            identity = {**data["train"], **{name: data[name] for name in ("teacher", "init")}}
             where, is_new = (self.dtype, self.device), not list_checkpoints(self.run)
             self.teacher, self.cache = find_teacher(
                 config, data["teacher"], self.model, self.loader, *where, is_new=is_new
