@@ -177,6 +177,17 @@ def test_reconstructed_blocks_are_closer_to_the_teacher() -> None:
         reconstruct_(student, tiny_model("llama", hidden_size=32), (ids,), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_blocks_get_the_arguments_that_the_model_gives_them(family: str) -> None:
+    model = tiny_model(family, vocab_size=VOCAB).eval()
+    ids = torch.randint(0, VOCAB, (2, 32))
+    with torch.no_grad():
+        stream, others = reconstruction._calls(model, (ids,))
+        for block in others:
+            stream = reconstruction._output(block, stream, others)
+        assert torch.equal(model.model.norm(stream), hidden_states(model, ids))
+
+
 def test_a_run_from_reconstructed_blocks_is_deterministic(distil, tmp_path, capsys):
     first, again = (
         distil(reconstruction_windows=8, out=str(tmp_path / name)) for name in ("first", "again")

@@ -20,6 +20,7 @@ from sparse_bitnet.progress import OnProgress, Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, blocks_of
 from sparse_bitnet.training.distillation import Teacher
+from sparse_bitnet.training.loss import hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ WINDOWS = 4
 """Windows per optimiser step."""
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 8
+_Arguments = dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 _LEAST_SQUARE = 1e-3
 """Lower limit of the mean square by which a token's error is divided."""
 
@@ -106,13 +108,13 @@ def reconstruct_(
         )
     parts = list(zip(*(each.split(WINDOWS) for each in batch), strict=True))
     order, device = torch.Generator().manual_seed(seed), batch[0].device
-    inputs, targets = (
-        [_first_inputs(model, *part) for part in parts] for model in (student, teacher)
-    )
+    with torch.no_grad(), autocast(device, dtype):
+        inputs, own = map(list, zip(*(_calls(student, part) for part in parts), strict=True))
+        targets, theirs = map(list, zip(*(_calls(teacher, part) for part in parts), strict=True))
     errors = []
     for done, (block, original) in enumerate(zip(blocks, originals, strict=True)):
         with torch.no_grad(), autocast(device, dtype):
-            targets = [(_output(original, *each), each[1]) for each in targets]
+            targets = [_output(original, *each) for each in zip(targets, theirs, strict=True)]
         optimizer = torch.optim.AdamW(
             block.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
@@ -125,44 +127,36 @@ def reconstruct_(
             rate = 0.55 + 0.45 * math.cos(math.pi * step / steps)
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(rate, (step + 1) / WARMUP_STEPS)
             with selected(block), autocast(device, dtype):
-                error = _relative_error(_output(block, *inputs[place]), targets[place][0])
+                error = _relative_error(_output(block, inputs[place], own[place]), targets[place])
             error.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(error.detach())
         with torch.no_grad(), selected(block), autocast(device, dtype):
-            inputs = [(_output(block, *each), each[1]) for each in inputs]
+            inputs = [_output(block, *each) for each in zip(inputs, own, strict=True)]
         errors.append(float(torch.stack(losses).mean()))
         report(done + 1, len(blocks))
     return errors
 
 
-class _Reached(Exception):
-    """Raised once the first block is called, since nothing after it is needed."""
+def _calls(model: "PreTrainedModel", part: tuple[Tensor, ...]) -> tuple[Tensor, _Arguments]:
+    """Return the input of the first block, [rows, tokens, hidden], and each block's other arguments."""
+    streams, others = list[Tensor](), _Arguments()
+
+    def keep(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        streams[:] = streams or inputs[:1]
+        others[block] = inputs[1:], named
+
+    hooks = [b.register_forward_pre_hook(keep, with_kwargs=True) for b in blocks_of(model)]
+    hidden_states(model, *part)
+    for hook in hooks:
+        hook.remove()
+    return streams[0], others
 
 
-@torch.no_grad()
-def _first_inputs(
-    model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return the input of the first block, [windows, tokens, hidden], and its arguments by name."""
-    given: dict[str, Any] = {}
-
-    def keep(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        given.update(named, stream=inputs[0])
-        raise _Reached
-
-    packed = {} if position_ids is None else {"position_ids": position_ids}
-    with blocks_of(model)[0].register_forward_pre_hook(keep, with_kwargs=True):
-        try:
-            model.get_decoder()(input_ids=input_ids, use_cache=False, **packed)
-        except _Reached:
-            return given.pop("stream"), given
-    raise AssertionError("a decoder calls its blocks")
-
-
-def _output(block: nn.Module, stream: Tensor, named: dict[str, Any]) -> Tensor:
-    output = block(stream, **named)
+def _output(block: nn.Module, stream: Tensor, others: _Arguments) -> Tensor:
+    unnamed, named = others[block]
+    output = block(stream, *unnamed, **named)
     return output[0] if isinstance(output, tuple) else output
 
 
