@@ -106,6 +106,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "zamba2": (transformers.Zamba2Config, ZAMBA2),
         "bitnet": (transformers.BitNetConfig, {"hidden_act": "relu2"}),
         "granite": (transformers.GraniteConfig, {}),
+        "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention"]}),
         "cohere": (transformers.CohereConfig, {}),
         "gpt_neox": (transformers.GPTNeoXConfig, {}),
     }

@@ -177,17 +177,17 @@ def test_a_run_without_anything_to_learn_is_refused(chat_run, chats, tmp_path):
     assert not Path(config.out).exists()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "causal_blocks", "linear"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "causal_blocks", "qwen3_5_text", "lfm2"])
 def test_a_window_of_conversations_is_as_good_as_each_alone(
     chats: Path, data: Path, attention: str
 ) -> None:
     import sparse_bitnet.training.causal_blocks  # noqa: F401  (registers one of them)
 
     dataset = TokenDataset.open(data)
-    is_linear = attention == "linear"
-    model: Any = tiny_model("qwen3_5_text", vocab_size=304) if is_linear else None
+    has_state = attention in ("qwen3_5_text", "lfm2")
+    model: Any = tiny_model(attention, vocab_size=304) if has_state else None
     model = (model or from_pretrained(chats / "model")).eval()
-    model.set_attn_implementation("sdpa" if is_linear else attention)
+    model.set_attn_implementation("sdpa" if has_state else attention)
     windows = Windows(dataset, 100)
     ids, labels, positions = map(torch.from_numpy, windows.batch(np.arange(2)))
     assert int((positions == 0).sum()) > 6

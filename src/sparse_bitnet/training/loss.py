@@ -64,9 +64,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     )
                     part, softer, *gradients = chunk(x, head, y, soft.wanted(rows), soft[1:], cap)
                     divergence += softer
-                elif compiled and cap is None:
-                    chunk = _compiled(_chunk, device) if needs_grad else _chunk
-                    part, *gradients = chunk(x, head, y, needs_grad)
+                elif compiled and cap is None and needs_grad:
+                    part, *gradients = _compiled(_chunk, device)(x, head, y)
                 else:
                     part, *gradients = _eager_chunk(x, head, y, needs_grad, cap)
                 total += part
@@ -108,12 +107,12 @@ def _eager_chunk(
     return total, grad @ head, grad.t() @ x
 
 
-def _chunk(x: Tensor, head: Tensor, labels: Tensor, needs_grad: bool) -> tuple[Tensor, ...]:
+def _chunk(x: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Do `_eager_chunk` without a cap in the way that compiles to two passes; eager it makes ten."""
     scored, values = labels.unsqueeze(-1) >= 0, (x @ head.t()).float()
     total, slope = _cross_entropy(values, labels.unsqueeze(-1), scored)
     slope = (slope * scored).to(x.dtype)
-    return (total, slope @ head, slope.t() @ x) if needs_grad else (total,)
+    return total, slope @ head, slope.t() @ x
 
 
 def _cross_entropy(values: Tensor, target: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,9 +201,14 @@ def hidden_states(
 ) -> Tensor:
     """Return the last ones, [batch, sequence, hidden_size], times the model's scale of its logits."""
     at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
-    if position_ids is not None and LINEAR in (getattr(model.config, "layer_types", None) or ()):
+    decoder, kinds = model.get_decoder(), getattr(model.config, "layer_types", None) or ()
+    # Linear attention, state spaces and short convolutions have states.
+    has_state = LINEAR in kinds or any(
+        isinstance(each, torch.nn.Conv1d) for each in decoder.modules()
+    )
+    if position_ids is not None and has_state:
         (input_ids, at), packed = _apart(input_ids, position_ids), {}
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+    hidden = decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     hidden = hidden if at is None else hidden.flatten(0, 1)[at]
     scale = output_scale(model)
     return hidden if scale == 1 else hidden * scale
@@ -212,7 +216,7 @@ def hidden_states(
 
 def _apart(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return token ids with a row for each conversation and what follows the last, and the index there of
-    each token, [batch, sequence]: linear attention has a state that restarted positions do not end."""
+    each token, [batch, sequence]: restarted positions do not end a state."""
     begins = F.pad(position_ids == 0, (0, 1), value=True)
     starts = begins[:, :-1] & ~begins[:, 1:]
     starts[:, 0] = True
