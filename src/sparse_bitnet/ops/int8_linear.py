@@ -28,7 +28,6 @@ def int8_linear_reference(
     weight_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    ternary: bool = True,
 ) -> Tensor:
     """Return x_codes @ codes.T in int32, times activation_scale * weight_scale, plus bias, rounded to
     `dtype`. Every kernel returns the same, bit for bit.
@@ -36,13 +35,12 @@ def int8_linear_reference(
     Args:
         x_codes: int8 [..., in_features].
         activation_scale: float32 [..., 1].
-        codes: int8 [out_features, in_features].
+        codes: int8 [out_features, in_features], of -1, 0 and 1.
         weight_scale: float32, one value or [out_features]. The reference alone also supports
             [out_features, groups], one for each run of in_features / groups weights: the runs are added
             up in ascending order, as csrc/packed_format.h has it.
         bias: [out_features] or None.
         dtype: of the output; everything before it is float32.
-        ternary: codes are in {-1, 0, 1}; else any int8, as in an output head.
 
     Returns [..., out_features]. No gradient flows.
     """
@@ -55,15 +53,14 @@ def int8_linear_reference(
             parts = (integer_product(x, run) * scale for x, run, scale in triples)
             y = reduce(torch.add, parts) * activation_scale
         else:
-            y = integer_product(x_codes, codes, ternary) * (activation_scale * weight_scale)
+            y = integer_product(x_codes, codes) * (activation_scale * weight_scale)
     return (y if bias is None else y + bias).to(dtype)
 
 
-def integer_product(x_codes: Tensor, codes: Tensor, ternary: bool = True) -> Tensor:
-    """Return x_codes @ codes.T exactly, rounded to float32; that of ternary codes stays below 2**24. The
+def integer_product(x_codes: Tensor, codes: Tensor) -> Tensor:
+    """Return x_codes @ codes.T of ternary codes exactly, rounded to float32: most stay below 2**24. The
     arguments are those of `int8_linear_reference`."""
-    fits = ternary and codes.shape[-1] <= _EXACT_IN_FLOAT32
-    wide = torch.float32 if fits else torch.float64
+    wide = torch.float32 if codes.shape[-1] <= _EXACT_IN_FLOAT32 else torch.float64
     return F.linear(x_codes.to(wide), codes.to(wide)).float()
 
 
@@ -130,14 +127,14 @@ def _sparse_fake(x_codes, activation_scale, compressed, out_features, weight_sca
     return torch.empty((*x_codes.shape[:-1], out_features), dtype=dtype, device=x_codes.device)
 
 
-def _fake(x_codes, activation_scale, codes, weight_scale, bias, dtype, ternary=True):
+def _fake(x_codes, activation_scale, codes, weight_scale, bias, dtype):
     shape = (*x_codes.shape[:-1], codes.shape[0])
     return torch.empty(shape, dtype=dtype, device=x_codes.device)
 
 
 int8_linear = define(
     "int8_linear(Tensor x_codes, Tensor activation_scale, Tensor codes, Tensor weight_scale, "
-    "Tensor? bias, ScalarType dtype, bool ternary=True) -> Tensor",
+    "Tensor? bias, ScalarType dtype) -> Tensor",
     int8_linear_reference,
     fake=_fake,
 )

@@ -199,7 +199,6 @@ def int8_linear(
     weight_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    ternary: bool = True,
 ) -> Tensor:
     """See `ops.int8_linear`."""
     x = x_codes.reshape(-1, x_codes.shape[-1]).contiguous()
