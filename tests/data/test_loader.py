@@ -58,9 +58,8 @@ def test_permutation_is_pinned() -> None:
 
 def test_every_window_comes_once_per_epoch(dataset: TokenDataset) -> None:
     loader = loader_of(dataset)
-    windows = [
-        w for step in range(2 * loader.windows // 12 + 1) for w in loader.identity(step)["windows"]
-    ]
+    steps = range(2 * loader.windows // 12 + 1)
+    windows = np.concatenate([loader.windows_of(step) for step in steps]).tolist()
     for epoch in range(2):
         part = windows[epoch * loader.windows : (epoch + 1) * loader.windows]
         assert sorted(part) == list(range(loader.windows))
@@ -74,7 +73,7 @@ def test_labels_are_the_next_tokens(dataset: TokenDataset) -> None:
         input_ids, labels = loader.batch(step)
         assert input_ids.shape == labels.shape == (12, 16)
         assert input_ids.dtype == labels.dtype == torch.int64
-        for row, window in enumerate(loader.identity(step)["windows"]):
+        for row, window in enumerate(loader.windows_of(step)):
             assert input_ids[row].tolist() == tokens[window * 16 : window * 16 + 16].tolist()
             assert labels[row].tolist() == tokens[window * 16 + 1 : window * 16 + 17].tolist()
     assert (loader.windows - 1) * 16 + 17 <= len(dataset) < loader.windows * 16 + 17
@@ -107,7 +106,7 @@ def test_a_batch_may_be_larger_than_the_data(dataset: TokenDataset) -> None:
     assert loader.windows in (2, 3)
     assert loader.batch(0)[0].shape == (8, len(dataset) // 3)
     one = TokenLoader(dataset, sequence_length=len(dataset) - 1, batch_size=2, seed=0)
-    assert one.identity(5)["windows"] == [0, 0]
+    assert one.windows_of(5).tolist() == [0, 0]
 
 
 def test_bad_sizes_are_refused(dataset: TokenDataset) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sparse_bitnet.checkpoint.build_model import PRESETS
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
+from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 from world_processes import TINY, Worlds
 

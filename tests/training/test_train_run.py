@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_batch(small_ru
         train(config)
     message = str(caught.value)
     assert "step-00000002" in message
-    assert '"windows": [' in message
+    assert "windows [" in message
     assert "\n" not in message
     assert [row["step"] for row in logged(config)] == [1, 2]
     assert not (Path(config.out) / "result.json").exists()

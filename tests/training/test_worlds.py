@@ -277,9 +277,10 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(
     (newest.path / STATE).write_bytes((newest.path / STATE).read_bytes() + b" ")  # of a later run
     resolve_checkpoint(run)
     assert (whole / STATE).read_bytes() == (newest.path / STATE).read_bytes()
-    # Whoever asks for another checkpoint gets that one, and only that is kept.
+    # Whoever asks for another checkpoint gets that one, and only those of removed ones go.
+    (whole.parent / "step-00000001").mkdir()
     assert Path(resolve_checkpoint(older.path)).name == older.path.name
-    assert not whole.exists()
+    assert sorted(whole.parent.iterdir()) == [whole.with_name(older.path.name), whole]
 
     shard = next((newest.path / "sharded").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])

@@ -16,7 +16,6 @@ import pickle
 import pickletools
 import shutil
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -68,6 +67,13 @@ def list_checkpoints(run: Path) -> list[SavedStep]:
     return sorted(steps, key=lambda checkpoint: checkpoint.step)
 
 
+def is_started(run: Path) -> bool:
+    """Whether the folder is that of a run with a checkpoint or a result."""
+    if not os.path.isfile(run / "config.json"):  # False where it may not be read
+        return False
+    return bool(list_checkpoints(run) or (run / "final").exists() or (run / "result.json").exists())
+
+
 def checkpoint_path(run: Path, step: int) -> Path:
     """Return the path of the checkpoint after `step`."""
     return run / "checkpoints" / f"step-{step:08d}"
@@ -87,11 +93,6 @@ def clean_run(run: Path) -> None:
     for folder in (run, run / "checkpoints"):
         if folder.is_dir():
             remove_leftovers(folder)
-
-
-def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """Return the CRC-32 of files below a folder, by their names relative to it."""
-    return {str(path.relative_to(folder)): f"{file_crc32(path):08x}" for path in sorted(files)}
 
 
 def write_state(
@@ -133,7 +134,7 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
 
 
 def consolidated(checkpoint: SavedStep) -> Path:
-    """Return the model folder of a sharded checkpoint, made if it is not there; remove those of others.
+    """Return the model folder of a sharded checkpoint, made if it is not there.
 
     Takes the memory of the float32 weights, no more; optimiser state is not read.
 
@@ -162,7 +163,7 @@ def consolidated(checkpoint: SavedStep) -> Path:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         finish_folder(folder, MASTERS_HELD)
     for other in made.parent.glob("step-*"):
-        if other != made:
+        if not (path.parent / other.name).exists():
             shutil.rmtree(other, ignore_errors=True)
     return made
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from sparse_bitnet.checkpoint.saved_steps import is_started
 from sparse_bitnet.cli import arguments as options
 from sparse_bitnet.cli.arguments import HIDDEN
 from sparse_bitnet.errors import UserError
@@ -95,7 +96,7 @@ def main(arguments: list[str], kind: type[Options] = Options) -> None:
     own_recipe = "distill" if kind is DistillOptions else "default"
     chosen = parse(rest, RECIPES[recipe or own_recipe](), recipe or own_recipe, kind)
     out = Path(chosen.out)
-    if recipe is None and os.path.isfile(out / "config.json"):  # False where it may not be read
+    if recipe is None and is_started(out):
         stored = dataclasses.replace(read_config(out), out=chosen.out)
         chosen = parse(rest, stored, f"that of {out}", kind)
     if chosen.format == "auto":
@@ -192,6 +193,7 @@ def run(chosen: Options) -> None:
         from sparse_bitnet.data.sources import parse_source
 
         prepare(parse_source(chosen.chat, chat=True), config.data, tokenizer=config.init, chat=True)
+    import torch
     from rich.console import Console
 
     from sparse_bitnet.progress import Progress
@@ -214,6 +216,8 @@ def run(chosen: Options) -> None:
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )
+    except torch.OutOfMemoryError as error:
+        raise UserError("out of memory: lower --micro-batch-size or --sequence-length") from error
     except ErrorElsewhere:
         sys.exit(2)
     except ProcessLost as lost:
@@ -229,10 +233,10 @@ def run(chosen: Options) -> None:
             f"last flip rate {flips}\nmodel: {config.out}/final   curves: {config.out}/metrics.jsonl"
         )
         if config.teacher is not None:
-            first = read_rows(Path(config.out) / METRICS_FILE)[0]
+            first = next(iter(read_rows(Path(config.out) / METRICS_FILE)), {})
             perplexities = {
                 "teacher's perplexity": first.get("teacher_perplexity"),
-                "student's before training": first["validation_perplexity"],
+                "student's before training": first.get("validation_perplexity"),
                 "student's now": result.validation_perplexity,
             }
             for name, value in perplexities.items():

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sparse_bitnet.checkpoint.build_model import PRESETS, build_model
+from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import max_positions
 from sparse_bitnet.data.chat import end_of_turn_tokens
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_integer_forward_, sparse_layers
+from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ def initial_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     set_integer_forward_(model, config.forward == "int8")
-    dataset.check_vocab(cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
+    embedding.padding_idx = (
+        None  # the padding token often ends documents, and learns like any other
+    )
+    dataset.check_vocab(embedding.num_embeddings)
     check_positions(model, config, config.init or config.model)
     takes = inspect.signature(model.get_decoder().forward).parameters
     if dataset.is_chat and "position_ids" not in takes:

@@ -29,7 +29,7 @@ from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, MOMENTS, SavedStep
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.files import TEMPORARY_PREFIX, check_ours, locked_folder, sync_tree
+from sparse_bitnet.files import TEMPORARY_PREFIX, check_ours, file_crc32, locked_folder, sync_tree
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.ops.mask_words import word_dtype
 from sparse_bitnet.training.config import TrainConfig, read_config
@@ -89,17 +89,16 @@ def check_run(run: Path, config: TrainConfig) -> None:
     check_ours(run, ["config.json"], "a run folder")
     if "steps" not in (read_json_if_there(run / "config.json") or ["steps"]):
         raise UserError(f"{run}: its config.json is not a run's; choose another folder")
-    is_kept = any((run / name).exists() for name in ("final", RESULT))
-    if not (is_kept or saved_steps.list_checkpoints(run)) or not (run / "config.json").is_file():
-        return
-    if changed := read_config(run).difference(config):
+    if saved_steps.is_started(run) and (changed := read_config(run).difference(config)):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         raise UserError(f"{run} holds a run of another config ({listed}); choose another folder")
 
 
 def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
     """Raise `UserError` when the stored inputs of a run are damaged, or other ones than `data`."""
-    models = {name: data[name] for name in ("teacher", "init")}  # which older releases did not store
+    models = {
+        name: data[name] for name in ("teacher", "init")
+    }  # which older releases did not store
     try:
         known = {**models, **stored}
     except TypeError as error:
@@ -107,14 +106,16 @@ def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
     for name in models:
         if known[name] != data[name]:
             what = "teacher" if name == "teacher" else "initial model"
-            raise UserError(f"{run} holds a run with another {what}; use it or choose another folder")
+            raise UserError(
+                f"{run} holds a run with another {what}; use it or choose another folder"
+            )
     if known != data:
         raise UserError(f"{run} holds a run on other data; use its data or choose another folder")
 
 
 def finished_result(run: Path, data: dict[str, Any]) -> RunResult | None:
     """Return the result of a finished run, else None. Raises `UserError` if its `data` are others."""
-    if not (path := run / RESULT).is_file():
+    if not (path := run / RESULT).is_file() or not (run / "final").is_dir():
         return None
     try:
         result = RunResult(**read_json(path))
@@ -284,7 +285,7 @@ class RunCheckpoints:
                 for name, text in {**files, "train_config.json": self.config.to_json()}.items():
                     (temporary / name).write_text(text, encoding="utf-8")
                 own += [temporary / name for name in (*files, f"{FOLDER}/.metadata")]
-            return saved_steps.checksums(temporary, own)
+            return {str(p.relative_to(temporary)): f"{file_crc32(p):08x}" for p in sorted(own)}
 
         def publish() -> None:
             if self.world.is_main:

@@ -377,9 +377,9 @@ class Trainer:
         good = list_checkpoints(self.run)
         kept = f"last good checkpoint {good[-1].path}" if good else "no checkpoint yet"
         self.world.fail(
-            f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; batch "
-            f"{json.dumps(self.loader.identity(step - 1))}; lower the learning rate, or look at the data "
-            "and at the weights of --init and --teacher"
+            f"step {step}: loss {loss}, gradient norm {norm}, not finite; {kept}; windows "
+            f"{self.loader.windows_of(step - 1).tolist()} of {self.loader.dataset.folder}; lower the "
+            "learning rate, or look at the data and at the weights of --init and --teacher"
         )
 
     def _validate(self, step: int, loss: SummedLoss | None = None) -> dict[str, Any]:
