@@ -164,10 +164,7 @@ def test_a_space_that_only_some_texts_get_is_warned_about(changed) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"pre_tokenizer": {"type": "Whitespace"}},
-            "is not one that llama",
-        ),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "is not one that llama"),
         ({"normalizer": {"type": "Lowercase"}}, "normaliser Lowercase is not available"),
         ({"model": {"type": "Unigram"}}, "not a plain BPE"),
         ({"model": {"byte_fallback": True}}, "splits text, unlike llama.cpp's SentencePiece"),

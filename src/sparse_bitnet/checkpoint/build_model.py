@@ -5,16 +5,14 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
+from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, unsuited
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
-from sparse_bitnet.presets import PRESETS, Shape, find_preset
+from sparse_bitnet.presets import find_preset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
-
-__all__ = ["PRESETS", "Shape", "build_model", "preset_config"]
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "Qwen2Config":
@@ -72,6 +70,8 @@ def build_model(
             raise UserError(
                 f"--init {init} is packed: training needs the weights, so name the run it was packed from"
             )
+        if stored.kind == "foreign" and stored.entry:  # loads, but in layers that are not converted
+            raise unsuited(stored, ("trained",))
         model: Any = stored.model.float() if meta else stored.load(dtype=torch.float32)
         embedding: Any = model.get_input_embeddings()
         if vocab_size not in (None, embedding.num_embeddings):

@@ -58,11 +58,11 @@ class StoredModel:
     @property
     def trained_context_length(self) -> int | None:
         """The sequence length with which a checkpoint of ours was trained; None for any other."""
-        run = [self.folder.parent / "config.json"] if self.folder.name == "final" else []
+        run = self.folder.parent if self.folder.name == "final" else self.folder
         for path, key in (
             (self.folder / "train_config.json", "sequence_length"),
             (self.folder / CONFIG_FILE, TRAINED_CONTEXT),
-            *((config, "sequence_length") for config in run),
+            (run / "config.json", "sequence_length"),
         ):
             length = read_json_if_there(path).get(key)
             if type(length) is int and length > 0:
@@ -207,13 +207,14 @@ def check_tensors(
 
 def exported_format(remembered: object) -> SparseBitConfig:
     """Return the format of another tool's checkpoint: ternary, with a dense pattern unless it is an
-    export of ours, which records its pattern."""
-    pattern = NMPattern(8, 8)
-    if isinstance(remembered, str):
-        # Only the pattern is kept: ablations, which may not be registered here, change how masters give
-        # codes, and the masters of an import are plain.
-        pattern = SparseBitConfig.parse(remembered.partition(",")[0]).pattern
-    return SparseBitConfig(pattern=pattern)
+    export of ours, which records its pattern and whether activations are quantised."""
+    if not isinstance(remembered, str):
+        return SparseBitConfig(pattern=NMPattern(8, 8))
+    # No ablations, which may not be registered here: they change how masters give codes, and the masters
+    # of an import are plain.
+    first, *fields = remembered.split(",")
+    activation = "none" if "activation=none" in fields else "int8"
+    return SparseBitConfig(pattern=SparseBitConfig.parse(first).pattern, activation=activation)
 
 
 def embedding_weights(model: Any) -> list[str]:

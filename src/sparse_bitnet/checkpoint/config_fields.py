@@ -182,7 +182,7 @@ def check_fields(
 def of_all_layers(value: Any, layers: object) -> Any:
     """Return the number that a list repeats for every layer; return any other value unchanged."""
     is_list = isinstance(value, list) and len(value) == layers and value == value[:1] * len(value)
-    return value[0] if is_list and type(value[0]) in (int, float) else value
+    return value[0] if is_list and value and type(value[0]) in (int, float) else value
 
 
 def unread_setting(config: dict[str, Any]) -> str | None:

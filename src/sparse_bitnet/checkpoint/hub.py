@@ -102,10 +102,16 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         finish_folder(temporary, MASTERS_HELD)
-        ours = ("model", ".lock", TEMPORARY_PREFIX, *(n.split("*")[0] for n in TOKENIZER_FILES))
-        for path in sorted(folder.glob("*")):
-            if not ((temporary / path.name).exists() or path.name.startswith(ours)):
-                raise UserError(f"{folder} holds {path.name}, no checkpoint's: choose another one")
+        patterns = ("model*.safetensors*", ".lock", f"{TEMPORARY_PREFIX}*/**/*", *TOKENIZER_FILES)
+        ours = {
+            each for name in patterns for path in folder.glob(name) for each in (path, path.parent)
+        }
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if not (path in ours or (temporary / name).exists()):
+                raise UserError(
+                    f"{folder} holds {name.parts[0]}, no checkpoint's: choose another one"
+                )
 
 
 class TrainedCheckpoint(Checkpoint):

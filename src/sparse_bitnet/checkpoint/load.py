@@ -91,9 +91,12 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     Raises a one-line `UserError` for anything that prevents loading, including a weight that is missing
     or of another shape (transformers alone would leave it random).
     """
+    import torch
     from transformers import AutoModelForCausalLM
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+    if revision := kwargs.pop("revision", None):
+        path_or_id = f"{path_or_id}@{revision}"
     # With peft, transformers would load the model that an adapter names, from anywhere.
     folder, config, entry = open_folder(path_or_id)
     check_weights_as_stored(folder)
@@ -129,6 +132,9 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
         raise UserError(
             f"{path_or_id}: {name} is {list(shape)}, its {CONFIG_FILE} needs {list(wanted)}"
         )
+    if method == "compressed-tensors":  # which decompresses in the first call of the whole model
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=model.device))
     if not model.all_tied_weights_keys:
         # Saved with the model: a release before 5 ties a separate head if the config says so.
         model.config.tie_word_embeddings = False

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet pack`: a trained model as a small file, checked by loading it back."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -73,7 +74,7 @@ def main(
             with console.status("comparing with the trained model"):
                 moved = check_packed(checkpoint, out)
         except UserError as error:
-            shutil.rmtree(out)
+            shutil.rmtree(os.path.realpath(out))
             raise UserError(f"{error}; {out} is removed") from error
         print(
             "check: with equal embeddings, logits of 128 tokens equal the trained model's bit for bit; "

@@ -131,7 +131,7 @@ def write(
     if source.rotation and block not in PRISM_TYPES and config.format != "dense":
         raise UserError(
             f"{source.folder} has rotated weights, which readers of {config.format} do not support: "
-            "use --to dense, or for Qwen3.5 with a scale per 128 weights gguf-pq2_0 or gguf-ptq1_0"
+            "use --to dense; with a scale per matrix or 128 weights also gguf-pq2_0 or gguf-ptq1_0"
         )
     _check_tensors(source, holds_linear_norms=block is not None)
     group = check_folder_format(source, config.format) if block is None else 0

@@ -42,7 +42,6 @@ from sparse_bitnet.progress import OnProgress
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 
 _SCALE_TOLERANCE = 2**-11
-_ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 class GgufTensor(NamedTuple):
@@ -169,13 +168,6 @@ def gguf_tensors(source: Checkpoint, wanted: BlockType, embeddings: str) -> list
         make = partial(_plain, source, row, name, kind)
         size = prod(shape) // values * size
         tensors.append(GgufTensor(gguf_name(name), kind, stored_shape(name, shape), size, make))
-    if row.biases == "always":
-        # llama.cpp's qwen2 requires biases; a model without them gets zeros.
-        for layer, (rows, _) in source.layers.items():
-            bias = f"{layer}.bias"
-            if layer.endswith(_ATTENTION) and bias not in source.others:
-                make = partial(np.zeros, rows, np.float32)
-                tensors.append(GgufTensor(gguf_name(bias), F32, (rows,), 4 * rows, make))
     if (factors := rope_factors(source.config, f"{source.folder}/config.json")) is not None:
         make = partial(np.asarray, factors)
         tensors.append(GgufTensor(ROPE_FACTORS, F32, factors.shape, factors.nbytes, make))

@@ -91,7 +91,11 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([int(type) for type in types])
     if is_sentence_piece:
-        writer.add_token_scores(_scores(model["merges"], tokens))
+        ranks: dict[str, int] = {}  # the earlier a token is merged, the higher its score
+        for rank, merge in enumerate(model["merges"]):
+            ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
+        last = len(model["merges"])
+        writer.add_token_scores([-float(ranks.get(token, last)) for token in tokens])
         writer.add_add_space_prefix(_adds_space(content, path))
     else:
         writer.add_bool(f"tokenizer.ggml.{NFC}", content.get("normalizer") is not None)
@@ -116,14 +120,6 @@ def _surrounds(tokenizer: Any, path: Path) -> dict[str, bool]:
             f"{path}: it adds tokens other than bos and eos to a text, which GGUF cannot store"
         )
     return around
-
-
-def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """Return the score of each token: the earlier it is merged, the higher."""
-    ranks: dict[str, int] = {}
-    for rank, merge in enumerate(merges):
-        ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
-    return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 
 def _adds_space(content: dict[str, Any], path: Path) -> bool:

@@ -107,7 +107,10 @@ class _Foreign(Checkpoint):
     def ternary(self, layer: str) -> TernaryWeight:
         if self.foreign.has_masters:
             return _ternary_of(self.foreign.master(layer), self.format, layer)
-        return _warned_of_zeros(self.foreign.ternary(layer), layer, self.foreign)
+        ternary = self.foreign.ternary(layer)
+        if not ternary.codes.any():
+            warnings.warn(f"layer {layer} of {self.folder} has only zero weights", stacklevel=2)
+        return ternary
 
     def ternary_rows(self, name: str, part: slice) -> TernaryWeight | None:
         return self.foreign.ternary_rows(name, part)
@@ -115,7 +118,7 @@ class _Foreign(Checkpoint):
     def write_tokenizer(self, folder: Path) -> bool:
         if not self.foreign.write_tokenizer(folder):
             copy_tokenizer(self.folder, folder)
-            copy_files(self.folder, folder, (POOLING_FILES,))
+            copy_files(self.folder, folder, (POOLING_FILES, "LICENSE*"))
         return True
 
 
@@ -135,7 +138,7 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
         )
     tensors: Tensors = []
     for layer, sizes in foreign.layers.items():
-        read = partial(_master, foreign, layer, format)
+        read = partial(_master, source, layer)
         tensors += converted(f"{layer}.weight", torch.float32, sizes, read)
     for name, shape in foreign.others.items():
         tensors += converted(name, torch.float32, shape, partial(foreign.read, name))
@@ -147,21 +150,12 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
         finish_folder(temporary, MASTERS_HELD)
 
 
-def _warned_of_zeros(ternary: TernaryWeight, layer: str, foreign: Checkpoint) -> TernaryWeight:
-    if not ternary.codes.any():
-        warnings.warn(f"layer {layer} of {foreign.folder} has only zero weights", stacklevel=2)
-    return ternary
-
-
-def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor":
+def _master(source: _Foreign, layer: str) -> "Tensor":
     import torch
 
-    if foreign.has_masters:
-        master = foreign.master(layer)
-        _ternary_of(master, format, layer)
-        return master
-    ternary = _warned_of_zeros(foreign.ternary(layer), layer, foreign)
-    ternary = TernaryWeight(*map(torch.as_tensor, ternary))
+    ternary = TernaryWeight(*map(torch.as_tensor, source.ternary(layer)))
+    if source.foreign.has_masters:
+        return source.foreign.master(layer)
     if ternary.weight_scale.dim():
         raise UserError(
             f"layer {layer} has several scales, which only packed folders hold: import it with "
@@ -177,7 +171,7 @@ def _master(foreign: Checkpoint, layer: str, format: SparseBitConfig) -> "Tensor
             "--packed-format auto"
         )
     master = masters_of(ternary)
-    codes, weight_scale = _ternary_of(master, format, layer, ternary.codes)
+    codes, weight_scale = _ternary_of(master, source.format, layer, ternary.codes)
     assert weight_scale == ternary.weight_scale or not codes.any()
     return master
 

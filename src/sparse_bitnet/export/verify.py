@@ -127,7 +127,6 @@ def transformers_reader(folder: Path, tokenizer: Any, name: str = "sparse-bitnet
     # Hide the progress bars of both packages; errors still raise.
     with contextlib.redirect_stderr(io.StringIO()):
         model = from_pretrained(folder, dtype=torch.float32).eval()
-        log_probabilities(np.zeros(1))  # compressed-tensors decompresses in the first forward
     return Reader(name, tokenise, log_probabilities)
 
 

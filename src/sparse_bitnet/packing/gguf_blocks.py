@@ -40,8 +40,6 @@ from functools import partial
 
 import numpy as np
 
-from sparse_bitnet.errors import UserError
-
 Encode = Callable[[np.ndarray], np.ndarray]
 
 _POWERS = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:, None]
@@ -70,9 +68,7 @@ class BlockType:
     scale_dtype: str = "<f2"
 
     def tensor_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix. Raises `UserError` for rows that do not fill blocks."""
-        if columns % self.codes:
-            raise UserError(f"rows of {columns} do not fill blocks of {self.codes} ({self.name})")
+        """Bytes of a matrix whose rows fill blocks."""
         extra = {"block": 0, "row": rows * np.dtype(self.scale_dtype).itemsize, "matrix": 32}
         return rows * columns // self.codes * self.nbytes + extra[self.scale_of]
 
