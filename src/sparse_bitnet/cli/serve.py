@@ -54,7 +54,7 @@ class ServeConfig:
     """Maximum number of waiting generations; further requests get status 429."""
 
     max_tokens: int | None = None
-    """Maximum number of tokens that one request may generate. Default: the context length."""
+    """Maximum number of tokens of one answer. Default: the context length."""
 
     max_body_bytes: int = 1 << 20
     """Maximum size of a request body, in bytes; larger ones get status 413."""

@@ -103,6 +103,7 @@ class Conversation:
         Raises `UserError` for a model that has no chat template.
         """
         self._model, self._max_tokens = model, max_tokens
+        self._most = min(model.engine.context_length, model.engine.free_tokens)
         self._template = ChatTemplate.load(model.folder)
         self._sampling = sampling or SamplingOptions()
         self._instructions = [{"role": "system", "content": system}] if system else []
@@ -122,7 +123,7 @@ class Conversation:
         no room for an answer; the conversation is then as before.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
-        text, most = self._template.render(messages), self._model.engine.context_length
+        text, most = self._template.render(messages), self._most
         prompt = self._model.tokenizer.encode(text, add_special_tokens=False)
         if len(prompt) >= most:
             raise ContextFull(

@@ -125,6 +125,7 @@ class Scheduler:
             while True:
                 room = max(2 * self.max_running - len(self._waiting), 0)
                 for request in itertools.islice(source, room):
+                    self._check_tokens(request.prompt)
                     self._waiting.append(self._checked(request, most))
                 if not (under_way := self._under_way()):
                     return
@@ -141,9 +142,7 @@ class Scheduler:
             if self._owns_prefixes:
                 self._prefixes.clear()
 
-    def _checked(self, request: GenerationRequest, most: int, group: int = 0) -> Generation:
-        """Return a request's generation of at most `most` tokens. Raises `UserError` as `run` does."""
-        prompt, new = request.prompt, request.max_tokens
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
         known = range(self._engine.vocab_size)
@@ -153,6 +152,10 @@ class Scheduler:
                 f"token {bad} is outside the model's vocabulary of {self._engine.vocab_size}: "
                 "the tokenizer belongs to another model"
             )
+
+    def _checked(self, request: GenerationRequest, most: int, group: int = 0) -> Generation:
+        """Return a request's generation of at most `most` tokens. Raises `UserError` as `run` does."""
+        prompt, new = request.prompt, request.max_tokens
         generation = Generation(request, group)
         # The last token of a prompt that is only scored is not computed.
         if (len(prompt) + new if new else generation.largest_cache(None)) > most:

@@ -292,7 +292,8 @@ class Entrance:
                     "seconds": round(time.perf_counter() - began, 4),
                 }
                 if generations:
-                    entry["prompt_tokens"] = sum(g.prompt_tokens for g in generations)
+                    prompts = {id(g.request.prompt): g.prompt_tokens for g in generations}
+                    entry["prompt_tokens"] = sum(prompts.values())  # n answers share one
                     entry["generated_tokens"] = sum(g.generated for g in generations)
                 print(json.dumps(entry), file=sys.stderr, flush=True)
 

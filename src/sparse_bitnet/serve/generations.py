@@ -116,7 +116,7 @@ def requests_of(
     if isinstance(body, ChatBody) and body.functions:
         grammar = _with_calls(grammar, body, model.tool_syntax)
     matcher = None if grammar is None else model.grammars.known(grammar)
-    scores_prompt = any(echo) and body.top_scores is not None
+    scores_prompt = bool(getattr(body, "echo", False)) and body.top_scores is not None
     if body.top_scores is not None:
         scored = sum(wanted) + (sum(map(len, prompts)) if scores_prompt else 0)
         if (entries := scored * body.n * (body.top_scores + 1)) > _MOST_LOGPROBS:

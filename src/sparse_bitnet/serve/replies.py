@@ -183,18 +183,18 @@ class Reply:
 
     def _logprobs(self, choice: Choice, scores: list[TokenScore]) -> dict[str, Any]:
         """Return log-probabilities in the format of completions."""
-        tops = (
-            {self._name(token): logprob for token, logprob in score.top}
-            if score.packed_top
-            else None
-            for score in scores
-        )
         return {
             "tokens": (self._name(score.token) for score in scores),
             "token_logprobs": (score.logprob for score in scores),
-            "top_logprobs": tops if any(score.packed_top for score in scores) else None,
+            "top_logprobs": map(self._top, scores) if any(s.packed_top for s in scores) else None,
             "text_offset": choice.places(scores),
         }
+
+    def _top(self, score: TokenScore) -> dict[str, float | None] | None:
+        names: dict[str, float | None] = {}
+        for token, logprob in (*score.top, (score.token, score.logprob)):
+            names.setdefault(self._name(token), logprob)  # two tokens may have one text
+        return names if score.packed_top else None
 
     def _name(self, token: int) -> str:
         """Return the token's text; bytes that are not a character are written as OpenAI does."""

@@ -123,7 +123,7 @@ class ResponsesReply(Reply):
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": {},
+            "metadata": (asked.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},

@@ -5,7 +5,6 @@ A parameter that would change the output and is not supported is refused by name
 that changes nothing. A parameter that cannot change the output is accepted and named in a header.
 """
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from sparse_bitnet.errors import did_you_mean
 from sparse_bitnet.generation.grammar import Grammar
 from sparse_bitnet.generation.sampling_options import RANGES, SamplingOptions
 from sparse_bitnet.serve.api_error import ApiError, invalid_body
@@ -101,8 +101,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def unknown_parameter(name: str, known: Iterable[str] = ()) -> ApiError:
     """Return the error for an unknown parameter; it names the nearest of those `known`."""
-    near = difflib.get_close_matches(name[:50], known, 1)
-    message = f"unknown parameter: {name[:200]}" + (f" (did you mean {near[0]}?)" if near else "")
+    message = f"unknown parameter: {name[:200]}{did_you_mean(name[:50], known)}"
     return ApiError(400, message, param=name[:200], code="unknown_parameter")
 
 

@@ -66,6 +66,8 @@ class ThreadedScheduler(Scheduler):
         Raises `UserError` as `run` does, `QueueFull`, and `Stopping`.
         """
         group = next(self._groups)
+        for prompt in {id(each.prompt): each.prompt for each in requests}.values():
+            self._check_tokens(prompt)
         generations = [self._checked(request, self.capacity, group) for request in requests]
         with self._lock:
             if self._stop_at is not None:

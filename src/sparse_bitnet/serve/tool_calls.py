@@ -57,7 +57,7 @@ def _first(text: str, tags: Sequence[str]) -> tuple[int, str]:
 
 def syntax_of(template: str) -> ToolSyntax | None:
     """Return the tool-call syntax of a chat template; None if it has no tools, or an unknown syntax."""
-    if "tools" not in template or "<function=" in template:
+    if "tools" not in template or "<function=" in template or "<arg_key>" in template:
         return None
     if HERMES.opening in template:
         return HERMES
