@@ -63,7 +63,7 @@ def peers_best() -> str:
 
 
 def peers_bitnet() -> str:
-    return peers("bitnet-2b4t", " --model bitnet-2b4t --type --litespark")
+    return peers("bitnet-2b4t", " --model bitnet-2b4t --type")
 
 
 def bonsai(kind: str = "bonsai") -> str:
@@ -144,7 +144,7 @@ def batches() -> str:
     own: dict[tuple, dict[int, dict]] = {key: {} for key in sorted(several)}
     for row in rows:
         if row["threads"] == most and (key := tuple(row[kind] for kind in kinds)) in own:
-            own[key][row["batch"]] = row
+            own[key].setdefault(row["batch"], row)  # of the run with several batches
     sizes = sorted({size for cells in own.values() for size in cells})
     head = ["pattern", "weights", "KV cache", "context", *(f"batch {size}" for size in sizes)]
     lines = []

@@ -22,7 +22,6 @@ TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
 NATIVE = _cpu.supported_isas()[0]
 """Best instruction set of this machine, for which peers are built by default."""
 LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_child.py")),)
-LITESPARK = (str(Path(__file__).with_name("litespark_child.py")),)
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ def engines_of(
     return [
         *our_engines(folder, options, stack),
         *llama_cpp_engines(exported, options, stack),
-        *litespark_engines(exported, options, stack),
         *other_engines(exported, options),
     ]
 
@@ -96,20 +94,6 @@ def llama_cpp_engines(
                 return child.ask({**question, "threads": threads})["seconds"]
 
             yield Engine("llama.cpp", type.upper(), NATIVE, threads, measure)
-
-
-def litespark_engines(
-    folder: Path, options: argparse.Namespace, stack: ExitStack
-) -> Iterable[Engine]:
-    for threads in options.threads if options.litespark else ():
-        child = stack.enter_context(Child(LITESPARK, {"OMP_NUM_THREADS": str(threads)}))
-        length = max(options.prompt, options.steps) + 1
-        child.ask({"op": "load", "folder": str(folder), "context_length": length})
-
-        def measure(phase: str, tokens: int, child: Child = child) -> float:
-            return child.ask({"op": phase, "tokens": tokens, "steps": tokens})["seconds"]
-
-        yield Engine("litespark-inference", "2 bits", NATIVE, threads, measure)
 
 
 def gguf_file(folder: Path, type: str) -> Path:

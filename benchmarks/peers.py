@@ -6,17 +6,14 @@
     python benchmarks/peers.py --model bonsai-2b --type tq2_0 --isa "" --threads 2 --rounds 3
     python benchmarks/peers.py --llama-bench PATH --gguf FILE [--llama-bench-args="-rtr 1"]
     python benchmarks/peers.py --type --isa avx2 --llama-bench PATH --gguf FILE --built-for avx2
-    pip install --no-deps litespark-inference       # its dependencies are already installed
-    python benchmarks/peers.py --model bitnet-2b4t --type --litespark
 
 llama.cpp runs the model exported to GGUF (ternary blocks, embedding and head in Q8_0) through the
 library of llama-cpp-python. For other engines built on llama.cpp, give their llama-bench with a file of
 theirs, or with the type of the exported file; both options may be repeated, pair by pair. A peer is
 compared with our code for the instruction set that the peer was built for (`--built-for`; default: the
-best one of this machine). --litespark adds litespark-inference, which supports BitNet b1.58 only, on a
-random model of the same shape. Every engine has a process of its own, which is idle while another
-engine is measured. Engines take turns, in another order each round, and medians are reported. All
-engines read about as many bytes for the head: 8 bits per weight plus scales.
+best one of this machine). Every engine has a process of its own, which is idle while another engine is
+measured. Engines take turns, in another order each round, and medians are reported. All engines read
+about as many bytes for the head: 8 bits per weight plus scales.
 """
 
 import argparse
@@ -169,7 +166,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3600, help="no new round after these")
-    parser.add_argument("--litespark", action="store_true", help="litespark-inference too")
     parser.add_argument("--llama-bench", type=Path, action="append", default=[])
     parser.add_argument("--gguf", action="append", default=[], help=f"a file, or {'/'.join(TYPES)}")
     parser.add_argument("--llama-bench-args", action="append", default=[])
@@ -183,8 +179,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if len(options.gguf) != len(options.llama_bench):
         parser.error("give one --gguf FILE for each --llama-bench PATH")
-    if options.litespark and importlib.util.find_spec("litespark_inference") is None:
-        parser.error("it is absent: pip install --no-deps litespark-inference, or no --litespark")
     if options.type and importlib.util.find_spec("llama_cpp") is None:
         parser.error(f"llama.cpp is absent: {install('llama-cpp')}, or give --type (none)")
     return options

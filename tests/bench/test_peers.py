@@ -124,16 +124,3 @@ def test_llama_cpp_is_measured(engines: ModuleType, tiny_folder: Path) -> None:
             {"op": "decode", "steps": 4, "context": 3, "threads": 1},
         ):
             assert child.ask(question)["seconds"] > 0
-
-
-def test_litespark_computes_a_shape_of_bitnet(tmp_path: Path) -> None:
-    pytest.importorskip("litespark_inference", reason="pip install --no-deps litespark-inference")
-    from sparse_bitnet.bench.random_model import PUBLISHED
-
-    small = {"num_hidden_layers": 1, "vocab_size": 320}
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["bitnet-2b4t"] | small))
-    script = Path(__file__).parents[2] / "benchmarks" / "litespark_child.py"
-    with Child((str(script),)) as child:
-        child.ask({"op": "load", "folder": str(tmp_path), "context_length": 70})
-        for op in ("prefill", "decode"):
-            assert child.ask({"op": op, "tokens": 70, "steps": 2})["seconds"] > 0
