@@ -62,13 +62,8 @@ def quickstart(config: QuickstartConfig, console: Console | None = None) -> Quic
     signal while training.
     """
     out = Path(config.out)
-    outcome = reproduce(
-        config.scale(),
-        ["table2"],
-        out,
-        workers=config.workers,
-        console=console or Console(quiet=True),
-    )
+    shown = console or Console(quiet=True)
+    outcome = reproduce(config.scale(), ["table2"], out, workers=config.workers, console=shown)
     if outcome.failed:
         raise UserError("; ".join(outcome.failed))
     results, report = Results(out), out / "report.html"
@@ -83,6 +78,7 @@ def quickstart(config: QuickstartConfig, console: Console | None = None) -> Quic
         "quickstart.html.j2",
         title=f"Sparse-BitNet quickstart: {config.pattern} sparsity in four small models",
         config=config,
+        seeds=max(map(len, rows.values())),
         shape=PRESETS[config.model],
         rows={format: own.loc[0] for format, own in rows.items()},
         pruned=1 - NMPattern.parse(config.pattern).density,

@@ -195,7 +195,8 @@ def html_page(title: str, text: str, drawn: Mapping[str, str]) -> str:
         return f'<{tag} id="section-{len(contents)}">' if tag in ("h1", "h2") else f"<{tag}>"
 
     def image(self: Any, tokens: Any, place: int, *_: Any) -> str:
-        name = Path(tokens[place].attrs["src"]).stem
+        if (name := Path(tokens[place].attrs["src"]).stem) not in drawn:  # of somebody's notes
+            return self.image(tokens, place, *_)
         return f'<span class="figure">{figures.prefix_ids(drawn[name], name)}</span>'
 
     markdown.add_render_rule("heading_open", heading)

@@ -7,7 +7,7 @@ Safetensors files are read one layer at a time.
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import select, spread_scale
 from sparse_bitnet.ops.select_ternary import absmean
+from sparse_bitnet.packing.tensor_file import FLOATS
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet_paper.figures import layer_profile, threshold_overlay, weight_histograms
 from sparse_bitnet_paper.report import render
@@ -130,18 +131,17 @@ def count_checkpoint(
     files = WeightFiles.in_folder(folder)
     names = [key.removesuffix(".weight") for key in files.shapes]
     left_out.check_dense_layers(names, str(folder))
+    matrices: Iterable[tuple[str, Tensor]] = _block_matrices(files)
+    if stored.kind == "packed":
+        matrices = ()
+    elif stored.kind == "foreign" and not set(files.dtypes.values()) <= set(FLOATS):
+        opened = open_checkpoint(path)
+        matrices = ((name, opened.ternary(name).codes.float()) for name in opened.layers)
     counts = [
         count_weights(name, weight, config, pattern=pattern)
-        for name, weight in _block_matrices(files)
+        for name, weight in matrices
         if name not in dense and not left_out.keeps_dense(name)
     ]
-    if not counts and stored.kind == "foreign":
-        opened = open_checkpoint(path)
-        counts = [
-            count_weights(name, opened.ternary(name).codes.float(), config, pattern=pattern)
-            for name in opened.layers
-            if not left_out.keeps_dense(name)
-        ]
     if not counts:
         raise UserError(
             f"{folder} holds only codes, no master weights: analyze the run that it was packed from"

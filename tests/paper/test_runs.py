@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sparse_bitnet.checkpoint.build_model import PRESETS
 from sparse_bitnet.cli import paper
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.layer import SparseBitConfig
+from sparse_bitnet.presets import PRESETS
 from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import EXPERIMENTS, NOT_IN_NAME, plan
 from sparse_bitnet_paper.scales import SCALES, QuickstartConfig, find_scale, four_formats

@@ -132,7 +132,8 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
     Training variants are built, measured and freed one after another, so that only one model and its
     optimiser must fit. Without `--batch`, training uses the largest batch that fits for all variants.
     """
-    variants, known = VARIANTS[phase], {(row["size"], row["variant"]) for row in done}
+    variants = VARIANTS[phase]
+    known = {(row["size"], row["variant"]) for row in done if not row["failed"]}
     trains, device = phase == "train", torch.device(options.device)
     sizes = {
         "prefill": options.tokens or PAPER_PREFILL,
@@ -140,6 +141,8 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
         "train": options.batch or (4, 2, 1),
     }[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
+    if phase == "train" and not options.batch and len(wanted) < len(sizes):
+        return  # the largest batch that fits is done
     length = (options.tokens or (2048,))[0] if trains else 1
     torch.compiler.reset()  # the blocks of all models share one limit of recompilations
     models: dict[str, Any] = {}
@@ -290,6 +293,7 @@ def run(options: GpuBenchOptions, folder: Path, where: Mapping[str, Any], gains:
     """
     make_folder(folder)
     given = {name: getattr(options, name) for name in ("model", "context", "rounds")}
+    given["hardware"] = where["hardware"]
     for row in read_rows(folder):
         if any(row.get(name) != value for name, value in given.items()):
             raise UserError(
@@ -328,7 +332,9 @@ def page(folder: Path, where: Mapping[str, Any], gains: Gains, failures: Mapping
     parts = [f"<h1>{html.escape(where['hardware'])}</h1><p>{where['date']}, {where['commit']}</p>"]
     if rows := read_rows(folder):
         for (phase, pattern), mine in pd.DataFrame(rows).groupby(["phase", "pattern"], sort=False):
-            parts.append(f"<h2>{phase} {pattern}</h2>{_table(str(phase), mine, gains(str(phase)))}")
+            is_papers = (pattern, mine.model.iloc[0]) == ("6:8", "qwen2.5-3b")
+            table = _table(str(phase), mine, gains(str(phase)) if is_papers else {})
+            parts.append(f"<h2>{phase} {pattern}</h2>{table}")
     parts += [f"<p>{step} failed: {html.escape(why)}</p>" for step, why in failures.items()]
     return "<!doctype html><meta charset=utf-8>" + "\n".join(parts) + "\n"
 

@@ -245,7 +245,7 @@ def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: f
         "read_bytes_per_second": roofline["read_bytes_per_second"],
         "int8_ops_per_second": roofline["int8_ops_per_second"],
         "load_seconds": loaded["load_seconds"],
-        "resident_bytes": job.answers[-1]["resident_bytes"],  # of the engine's whole process
+        "resident_bytes": job.answers[0]["resident_bytes"],  # of the engine's whole process
         "others_share": others_share,  # of the processors' time, during the run
     }
 

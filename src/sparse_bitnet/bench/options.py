@@ -67,7 +67,8 @@ class BenchOptions:
         if self.quick:
             refuse_unused(self, ("prefill", "contexts", "batches"), "--quick takes its own")
             self.prefill, self.contexts, self.batches = (128, 512), (0,), (1,)
-            self.threads, self.rounds = (max(self.threads),), min(self.rounds, 3)
+            self.threads = (max(self.threads),)
+            self.rounds = 3 if self.rounds == BenchOptions.rounds else self.rounds
 
 
 @dataclass(kw_only=True)

@@ -23,12 +23,7 @@ from sparse_bitnet.export.hf_folder import check_new_folder
 from sparse_bitnet.files import atomic_folder
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.packing.codec import ROWS
-from sparse_bitnet.packing.formats import (
-    I2_BLOCK_WEIGHTS,
-    PackedMetadata,
-    needs_exact,
-    row_bytes,
-)
+from sparse_bitnet.packing.formats import I2_BLOCK_WEIGHTS, PackedMetadata, needs_exact, row_bytes
 from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.tensor_file import TensorFileWriter, TensorSpec
 from sparse_bitnet.pattern import NMPattern

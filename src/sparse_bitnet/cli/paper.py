@@ -75,7 +75,7 @@ class ReproduceConfig(DenseLayersOption):
     """Folder for the results; finished runs in it are skipped. Default: runs/SCALE."""
 
     seeds: int | None = None
-    """Number of seeds of every experiment. Default: set by the scale."""
+    """Number of seeds of every experiment. Default: set by the scale; 1 for table1."""
 
     data: Path | None = None
     """Folder written by `sparse-bitnet prepare`, to train on instead of the scale's own text."""
@@ -205,6 +205,8 @@ def report(
 
     if document is None:
         document, page = folders[0] / "report.md", page or folders[0] / "report.html"
+    if document.suffix != ".md":
+        raise UserError(f"--document {document}: name a .md file")
     for results in write_report(folders, document, engine, page):
         columns = {"claim": "short", "model": "model", "verdict": "verdict", "measured": "result"}
         lines = [
