@@ -59,6 +59,8 @@ def read_held_out(
     """
     if (Path(data) / "manifest.json").is_file():
         text = _prepared(Path(data), checkpoint)
+        if column is not None:
+            raise UserError(f"{data} holds tokenised text, without columns: leave out --column")
         if chat and text.chat is None:
             raise UserError(f"{data} holds text, not conversations: leave out --chat")
         return text

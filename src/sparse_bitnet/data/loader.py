@@ -19,7 +19,7 @@ which keeps it a bijection. It needs no memory that grows with the data.
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -179,17 +179,6 @@ class TokenLoader:
         """Return the indices of the windows in the rank's batch, int64 [batch_size / world_size]."""
         size = self.batch_size // self.world_size
         return self._windows(step * self.batch_size + self.rank * size, size)
-
-    def identity(self, step: int) -> dict[str, Any]:
-        """Describe the rank's batch as JSON, for messages: window w starts at token w * length."""
-        return {
-            "data": str(self.dataset.folder),
-            "split": self.dataset.split,
-            "step": step,
-            "rank": self.rank,
-            "sequence_length": self.sequence_length,
-            "windows": self.windows_of(step).tolist(),
-        }
 
     def _windows(self, first: int, count: int) -> np.ndarray:
         assert first >= 0

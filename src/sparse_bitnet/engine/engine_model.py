@@ -9,12 +9,7 @@ import numpy as np
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.engine.architecture import Architecture, read_architecture
 from sparse_bitnet.errors import Unsupported, UserError
-from sparse_bitnet.packing.formats import (
-    SCALE_GROUPS,
-    PackedMetadata,
-    row_bytes,
-    scale_group,
-)
+from sparse_bitnet.packing.formats import SCALE_GROUPS, PackedMetadata, row_bytes, scale_group
 from sparse_bitnet.packing.tensor_file import DTYPES, TensorFile
 from sparse_bitnet.pattern import NMPattern
 
