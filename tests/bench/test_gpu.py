@@ -52,7 +52,7 @@ def test_rehearsal_measures_every_variant_writes_a_page_and_resumes(tmp_path, ca
 
 
 def test_a_page_shows_ratios_and_what_failed(options, tmp_path):
-    row = {"phase": "prefill", "pattern": "6:8", "size": 512, "failed": None}
+    row = {"phase": "prefill", "pattern": "6:8", "size": 512, "failed": None, "model": "qwen2.5-3b"}
     speeds = {"bf16": 50, "int8": 100, "sparse": 125}
     rows = [{**row, "variant": name, "tokens_per_second": s} for name, s in speeds.items()]
     (tmp_path / gpu.ROWS).write_text('{"cut off by a crash')

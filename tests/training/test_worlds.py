@@ -284,6 +284,7 @@ def test_the_newest_checkpoint_of_several_processes_is_put_together(
 
     shard = next((newest.path / "sharded").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
+    shutil.rmtree(whole)
     with pytest.raises(UserError, match="is damaged"):
         resolve_checkpoint(run)
     shutil.rmtree(newest.path)

@@ -40,6 +40,8 @@ def format_of(config: TrainConfig) -> SparseBitConfig:
             f"sparse_fraction={config.sparse_fraction} contradicts schedule={format.schedule} of the "
             "format, which itself decides when masks begin: leave one of them out"
         )
+    if config.sparse_fraction and not round(config.steps * config.sparse_fraction):
+        raise UserError(f"sparse_fraction={config.sparse_fraction} of {config.steps} steps is none")
     phase(config, format, 1)
     return format
 
