@@ -95,7 +95,7 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    if revision := kwargs.pop("revision", None):
+    if (revision := kwargs.pop("revision", None)) and not Path(path_or_id).exists():
         path_or_id = f"{path_or_id}@{revision}"
     # With peft, transformers would load the model that an adapter names, from anywhere.
     folder, config, entry = open_folder(path_or_id)
