@@ -107,6 +107,9 @@ def reproduce(options: ReproduceConfig) -> None:
 
     check_least(options, workers=1, limit=1)
     scale = dataclasses.replace(find_scale(options.scale), dense_layers=options.dense_globs)
+    if options.data is not None:
+        summary = f"{scale.summary.partition(', on ')[0]}, on a text prepared beforehand"
+        scale = dataclasses.replace(scale, text={}, summary=summary)
     names = options.experiments
     chosen = [each for name in names for each in (EXPERIMENTS if name == "all" else (name,))]
     scores = "table1" in chosen
