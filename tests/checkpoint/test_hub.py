@@ -210,10 +210,11 @@ class TestRefusals:
         (tmp_path / "out" / "tokenizer.json").write_text("{}")
         save_pretrained(model, tmp_path / "out")
         assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-        (tmp_path / "out" / "checkpoint-5").mkdir()
-        with pytest.raises(UserError, match=r"holds checkpoint-5, no checkpoint's: choose"):
-            save_pretrained(model, tmp_path / "out")
-        assert (tmp_path / "out" / "checkpoint-5").exists()
+        for name in ("checkpoint-5", "models"):
+            (other := tmp_path / "out" / name).mkdir()
+            with pytest.raises(UserError, match=rf"holds {name}, no checkpoint's: choose"):
+                save_pretrained(model, tmp_path / "out")
+            other.rmdir()
 
 
 @pytest.mark.parametrize("kind", ["trained", "packed"])

@@ -5,15 +5,19 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("lm_eval")
 
+from lm_eval.models.huggingface import HFLM
+
 from small_models import write_models
+from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.cli import evaluate
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.engine_lm import EngineLM
-from sparse_bitnet.evaluation.harness import evaluate_tasks, load_lm
+from sparse_bitnet.evaluation.harness import evaluate_tasks
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.generation.text import TextTokenizer
 
@@ -82,10 +86,9 @@ def tasks(tmp_path_factory):
 def models(packed):
     """lm-eval's own model, and ours over the same forward."""
     opened = open_model(packed, EngineOptions(engine="transformers"))
-    yield (
-        load_lm(packed, batch_size=3, precision="float32", device="cpu"),
-        EngineLM(opened, batch_size=3),
-    )
+    model = from_pretrained(packed, dtype=torch.float32).eval()
+    theirs = HFLM(model, backend="causal", tokenizer=load_tokenizer(packed), batch_size=3)
+    yield theirs, EngineLM(opened, batch_size=3)
     assert not opened.engine.sequences, "every sequence is given back"
     opened.engine.close()
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
@@ -26,7 +26,6 @@ from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
-    from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
 
@@ -78,13 +77,23 @@ def evaluate_tasks(
     JSON. Raises `UserError` as `load_tasks`, and for errors of lm-eval.
     """
     loaded, manager = load_tasks(tasks, include_path)
+    import torch
     from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
 
     with ExitStack() as stack:
         if engine is None:
-            model: Any = load_lm(
-                checkpoint, batch_size=batch_size, precision=precision, device=device
+            stored, where = find_checkpoint(checkpoint), resolve_device(device)
+            dtype, network = resolve_dtype(precision, where), cast(Any, stored.load)
+            # lm-eval warns of options that a loaded model ignores; none is set here.
+            logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
+            model: Any = HFLM(
+                pretrained=network(dtype=torch.float32).to(where).eval(),
+                tokenizer=load_tokenizer(stored.folder),
+                backend="causal",
+                batch_size=batch_size,
+                mixed_precision_dtype=None if dtype == torch.float32 else dtype,
             )
             stack.enter_context(selected(model._model))
         else:
@@ -123,30 +132,6 @@ def accuracies(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         if "acc" in known and task not in results.get("group_subtasks", {}):
             scores[task] = known
     return scores
-
-
-def load_lm(
-    checkpoint: str | Path, *, batch_size: int, precision: str = "auto", device: str = "auto"
-) -> "LM":
-    """Load a checkpoint as lm-eval's own Hugging Face model.
-
-    Raises `UserError` when it cannot be loaded.
-    """
-    import torch
-    from lm_eval.models.huggingface import HFLM
-
-    stored, where = find_checkpoint(checkpoint), resolve_device(device)
-    dtype = resolve_dtype(precision, where)
-    model: Any = stored.load(dtype=torch.float32)
-    # lm-eval warns of options that a loaded model ignores; none is set here.
-    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
-    return HFLM(
-        pretrained=model.to(where).eval(),
-        tokenizer=load_tokenizer(stored.folder),
-        backend="causal",
-        batch_size=batch_size,
-        mixed_precision_dtype=None if dtype == torch.float32 else dtype,
-    )
 
 
 def load_tasks(
