@@ -110,10 +110,13 @@ class TestInit:
     def test_training_does_not_start_from_a_packed_model(self, dense: Path, tmp_path: Path) -> None:
         save_pretrained(convert_(from_pretrained(dense), "ternary-6:8"), tmp_path / "trained")
         pack_checkpoint(tmp_path / "trained", tmp_path / "packed")
-        with pytest.raises(
-            UserError, match=r"packed is packed: training needs the weights, so name"
-        ):
+        with pytest.raises(UserError, match="packed is packed: training needs the weights, so"):
             build_model("ignored", SparseBitConfig(), init=tmp_path / "packed")
+        entry = {"quantization_config": {"quant_method": "compressed-tensors"}}
+        config = json.loads((dense / "config.json").read_text()) | entry
+        (tmp_path / "trained" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match="another tool's; run sparse-bitnet import"):
+            build_model("ignored", SparseBitConfig(), init=tmp_path / "trained")
 
     def test_incomplete_weights_are_refused_not_randomised(self, dense: Path) -> None:
         edit_tensors(dense, {"model.layers.1.mlp.down_proj.weight": None})
