@@ -109,7 +109,14 @@ class Answering:
         # As many at once as can run, so that other requests come between them.
         wave = min(self._scheduler.max_running, max(self._scheduler.max_queue, 1))
         for start in range(0, len(requests), wave):
-            generations += self._submit(requests[start : start + wave])
+            while len(generations) == start:
+                try:
+                    generations += self._submit(requests[start : start + wave])
+                except ApiError as error:
+                    if start == 0 or error.status != 429:
+                        raise
+                    await _check_connected(request)
+                    await asyncio.sleep(0.1)
             for _ in requests[start : start + wave]:
                 while outputs.empty():
                     await _check_connected(request)
