@@ -58,11 +58,11 @@ class StoredModel:
     @property
     def trained_context_length(self) -> int | None:
         """The sequence length with which a checkpoint of ours was trained; None for any other."""
-        run = self.folder.parent if self.folder.name == "final" else self.folder
+        run = [self.folder.parent / "config.json"] if self.folder.name == "final" else []
         for path, key in (
             (self.folder / "train_config.json", "sequence_length"),
             (self.folder / CONFIG_FILE, TRAINED_CONTEXT),
-            (run / "config.json", "sequence_length"),
+            *((config, "sequence_length") for config in run),
         ):
             length = read_json_if_there(path).get(key)
             if type(length) is int and length > 0:

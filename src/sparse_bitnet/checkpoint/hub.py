@@ -102,16 +102,14 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         finish_folder(temporary, MASTERS_HELD)
-        patterns = ("model*.safetensors*", ".lock", f"{TEMPORARY_PREFIX}*/**/*", *TOKENIZER_FILES)
-        ours = {
-            each for name in patterns for path in folder.glob(name) for each in (path, path.parent)
-        }
+        patterns = ("model*.safetensors*", ".lock", *TOKENIZER_FILES)
+        ours = {path for pattern in patterns for path in folder.glob(pattern)}
+        ours |= {path.parent for path in ours}
         for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder)
-            if not (path in ours or (temporary / name).exists()):
-                raise UserError(
-                    f"{folder} holds {name.parts[0]}, no checkpoint's: choose another one"
-                )
+            top = (name := path.relative_to(folder)).parts[0]
+            is_ours = path in ours or top.startswith(TEMPORARY_PREFIX)
+            if not (is_ours or (temporary / name).exists()):
+                raise UserError(f"{folder} holds {top}, no checkpoint's: choose another one")
 
 
 class TrainedCheckpoint(Checkpoint):

@@ -55,9 +55,7 @@ def initial_model(
             parameter.data = parameter.data.bfloat16()
     set_integer_forward_(model, config.forward == "int8")
     embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
-    embedding.padding_idx = (
-        None  # the padding token often ends documents, and learns like any other
-    )
+    embedding.padding_idx = None  # that token often ends documents: it learns like any other
     dataset.check_vocab(embedding.num_embeddings)
     check_positions(model, config, config.init or config.model)
     takes = inspect.signature(model.get_decoder().forward).parameters

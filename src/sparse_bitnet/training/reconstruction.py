@@ -108,7 +108,7 @@ def reconstruct_(
         )
     parts = list(zip(*(each.split(WINDOWS) for each in batch), strict=True))
     order, device = torch.Generator().manual_seed(seed), batch[0].device
-    with torch.no_grad(), autocast(device, dtype):
+    with torch.no_grad(), selected(student), autocast(device, dtype):
         inputs, own = map(list, zip(*(_calls(student, part) for part in parts), strict=True))
         targets, theirs = map(list, zip(*(_calls(teacher, part) for part in parts), strict=True))
     errors = []

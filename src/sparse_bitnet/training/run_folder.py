@@ -96,19 +96,15 @@ def check_run(run: Path, config: TrainConfig) -> None:
 
 def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
     """Raise `UserError` when the stored inputs of a run are damaged, or other ones than `data`."""
-    models = {
-        name: data[name] for name in ("teacher", "init")
-    }  # which older releases did not store
-    try:
+    models = {name: data[name] for name in ("teacher", "init")}
+    try:  # older releases did not store these
         known = {**models, **stored}
     except TypeError as error:
         raise UserError(f"{run} is damaged: {error}") from error
     for name in models:
         if known[name] != data[name]:
-            what = "teacher" if name == "teacher" else "initial model"
-            raise UserError(
-                f"{run} holds a run with another {what}; use it or choose another folder"
-            )
+            other = f"another {'teacher' if name == 'teacher' else 'initial model'}"
+            raise UserError(f"{run} holds a run with {other}; use it or choose another folder")
     if known != data:
         raise UserError(f"{run} holds a run on other data; use its data or choose another folder")
 
