@@ -141,7 +141,7 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
         "train": options.batch or (4, 2, 1),
     }[phase]
     wanted = [size for size in sizes if not known >= {(size, name) for name in variants}]
-    if phase == "train" and not options.batch and len(wanted) < len(sizes):
+    if trains and not options.batch and len(wanted) < len(sizes):
         return  # the largest batch that fits is done
     length = (options.tokens or (2048,))[0] if trains else 1
     torch.compiler.reset()  # the blocks of all models share one limit of recompilations

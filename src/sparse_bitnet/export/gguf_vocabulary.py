@@ -94,8 +94,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
         ranks: dict[str, int] = {}  # the earlier a token is merged, the higher its score
         for rank, merge in enumerate(model["merges"]):
             ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
-        last = len(model["merges"])
-        writer.add_token_scores([-float(ranks.get(token, last)) for token in tokens])
+        writer.add_token_scores([-float(ranks.get(t, len(model["merges"]))) for t in tokens])
         writer.add_add_space_prefix(_adds_space(content, path))
     else:
         writer.add_bool(f"tokenizer.ggml.{NFC}", content.get("normalizer") is not None)

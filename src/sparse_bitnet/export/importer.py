@@ -153,9 +153,10 @@ def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) 
 def _master(source: _Foreign, layer: str) -> "Tensor":
     import torch
 
-    ternary = TernaryWeight(*map(torch.as_tensor, source.ternary(layer)))
     if source.foreign.has_masters:
-        return source.foreign.master(layer)
+        _ternary_of(master := source.foreign.master(layer), source.format, layer)
+        return master
+    ternary = TernaryWeight(*map(torch.as_tensor, source.ternary(layer)))
     if ternary.weight_scale.dim():
         raise UserError(
             f"layer {layer} has several scales, which only packed folders hold: import it with "

@@ -203,8 +203,8 @@ def hidden_states(
     at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
     decoder, kinds = model.get_decoder(), getattr(model.config, "layer_types", None) or ()
     # Linear attention, state spaces and short convolutions have states.
-    convolves = any(isinstance(each, torch.nn.Conv1d) for each in decoder.modules())
-    if position_ids is not None and (convolves or LINEAR in kinds):
+    convolutions = (each for each in decoder.modules() if isinstance(each, torch.nn.Conv1d))
+    if position_ids is not None and (LINEAR in kinds or any(convolutions)):
         (input_ids, at), packed = _apart(input_ids, position_ids), {}
     hidden = decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     hidden = hidden if at is None else hidden.flatten(0, 1)[at]
