@@ -74,7 +74,8 @@ std::vector<RecurrentStates::Step> RecurrentStates::take(const std::vector<Growt
     const bool is_snapshot = is_prompt && !is_inside && !states.empty() && sequence.prompt_snapshot == 0;
     if (!states.empty() && !is_shared && !is_snapshot) continue;
     steps[i].live = make();
-    if (!steps[i].live && (states.empty() || is_shared)) {
+    // What shared it may have been dropped just now.
+    if (!steps[i].live && (states.empty() || states.back().buffer.use_count() > 1)) {
       throw std::length_error("all " + std::to_string(most_) + " recurrent states are in use");
     }
     if (steps[i].live && is_snapshot) sequence.prompt_snapshot = growths[i].length;

@@ -56,9 +56,7 @@ def delta_rule(q: Any, k: Any, v: Any, decays: Any, steps: Any, state: Any) -> n
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("keys", "columns", "tokens"), [(128, 64, 3), (16, 80, 5), (48, 16, 1)])
-def test_delta_rule_has_the_bits_of_its_reference(
-    isa: str, keys: int, columns: int, tokens: int
-) -> None:
+def test_delta_rule_has_the_bits_of_its_reference(isa: str, keys: int, columns: int, tokens: int):
     rng = np.random.default_rng(keys)
     stride = 2 * keys + columns + 16
     rows = rng.standard_normal((tokens, stride), np.float32)
@@ -238,7 +236,13 @@ def test_states_are_limited_and_snapshots_make_room(hybrid: Path) -> None:
     engine.forward([(sequence, TOKENS[:20]) for sequence in sequences[:8]], "none")
     with pytest.raises(CacheFull, match="all 8 recurrent states are in use: close sequences"):
         engine.forward([(sequences[8], TOKENS[:20])])
-    sequences[0].close()
+    for sequence in sequences[1:]:
+        sequence.close()
+    forks = [sequences[0], *(sequences[0].fork() for _ in range(7))]
+    for fork in forks:  # the last one is alone with what all shared
+        engine.forward([(fork, TOKENS[20:21])], "none")
+    sequences[8] = engine.new_sequence()
+    forks[0].close()
     assert engine.free_tokens > 0
     (logits,) = engine.forward([(sequences[8], TOKENS[:20])])
     np.testing.assert_array_equal(logits, all_logits(load(hybrid), TOKENS[:20])[-1])
