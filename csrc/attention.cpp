@@ -89,8 +89,8 @@ void AttentionPlan::set(const Segment* segments, std::int64_t count) {
 }
 
 void AttentionPlan::run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer, std::int64_t window,
-                        const float* queries, float* out, std::int64_t stride) {
-  const Call call = {kernels, layer, window, queries, out, stride};
+                        const float* queries, float* out) {
+  const Call call = {kernels, layer, window, queries, out};
   for (std::size_t i = 0; i < merges_.size(); ++i) left_[i].store(merges_[i].chunks, std::memory_order_relaxed);
   const std::int64_t count = std::int64_t(tasks_.size()), piece = work_ < work_for_threads ? count : 1;
   pool.parallel_for(count, piece, [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -103,7 +103,7 @@ void AttentionPlan::run_task(const Call& call, const Task& task, int thread) {
   const std::int64_t rows = task.tokens * group_;
   float* scratch = scratch_[thread].data();
   for (std::int64_t token = 0; token < task.tokens; ++token) {
-    const std::int64_t from = (segment.first_row + task.token + token) * call.stride + task.kv_head * group_ * head_dim_;
+    const std::int64_t from = ((segment.first_row + task.token + token) * kv_heads_ + task.kv_head) * group_ * head_dim_;
     std::copy_n(call.queries + from, group_ * head_dim_, scratch + token * group_ * head_dim_);
   }
   if (has_codes(cache_.type())) quantize_queries(call.kernels, rows, scratch);
@@ -172,7 +172,7 @@ void AttentionPlan::write_rows(const Call& call, const Task& task, const Attenti
   for (std::int64_t row = 0; row < task.tokens * group_; ++row) {
     const std::int64_t token = segments_[task.segment].first_row + task.token + row / group_;
     const std::int64_t head = task.kv_head * group_ + row % group_;
-    float* to = call.out + token * call.stride + head * head_dim_;
+    float* to = call.out + (token * kv_heads_ * group_ + head) * head_dim_;
     call.kernels.finish(state, row, head_dim_, to);
     if (cache_.type() == CacheType::int4) hadamard_head(call.kernels, to, head_dim_);
   }

@@ -72,10 +72,10 @@ class AttentionPlan {
 
   void set(const Segment* segments, std::int64_t count);
 
-  // queries, out: [rows, stride], of which heads * head_dim are used. A token sees itself and the tokens
+  // queries, out: [rows, heads * head_dim]. A token sees itself and the tokens
   // before it, `window` tokens in all.
   void run(const VectorKernels& kernels, ThreadPool& pool, std::int64_t layer, std::int64_t window,
-           const float* queries, float* out, std::int64_t stride);
+           const float* queries, float* out);
 
  private:
   struct QueryCodes {
@@ -100,7 +100,6 @@ class AttentionPlan {
     std::int64_t layer, window;
     const float* queries;
     float* out;
-    std::int64_t stride;
   };
 
   void run_task(const Call& call, const Task& task, int thread);

@@ -67,7 +67,6 @@ class ModelBuilder {
     require(std::isfinite(norm_epsilon) && norm_epsilon >= 0, "norm_epsilon is not finite");
     require(std::isfinite(query_scale) && query_scale >= 0, "query_scale is not finite");
     require(std::isfinite(embedding_scale), "embedding_scale is not finite");
-    if (query_scale == 0) query_scale = 1.0f / std::sqrt(float(head_dim));
     model_ = {hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_epsilon, activation, activation_group,
               query_scale, embedding_scale, norms_rotated};
     add_rope(inverse_frequencies, rope_scaling);
@@ -305,7 +304,7 @@ void bind_decoder(nb::module_& module) {
                     std::int64_t, float, Activation, Address, float, std::int64_t, float, float, bool>(),
            "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocab"_a,
            "norm_epsilon"_a, "activation"_a, "inverse_frequencies"_a, "rope_scaling"_a = 1.0f,
-           "activation_group"_a = 0, "query_scale"_a = 0.0f, "embedding_scale"_a = 1.0f,
+           "activation_group"_a = 0, "query_scale"_a = 1.0f, "embedding_scale"_a = 1.0f,
            "norms_rotated"_a = false)
       .def("add_rope", &ModelBuilder::add_rope, "inverse_frequencies"_a, "scaling"_a = 1.0f,
            "Another one, for blocks that say so; the first is the constructor's.")

@@ -74,13 +74,9 @@ void Decoder::State::attend(const Block& block, std::int64_t tokens, bool add) {
     }
     plan.set(parts.data(), std::int64_t(parts.size()));
   }
-  plan.run(kernels.vector, pool, block.of_kind, block.window, queries(tokens), attended(tokens), q_width);
-  if (model.gates_attention) gate_attended(tokens);
-}
-
-// Each head times the sigmoid of its gate.
-void Decoder::State::gate_attended(std::int64_t tokens) {
-  const std::int64_t n = model.head_dim;
+  plan.run(kernels.vector, pool, block.of_kind, block.window, queries(tokens), attended(tokens));
+  if (!model.gates_attention) return;
+  const std::int64_t n = model.head_dim;  // each head times the sigmoid of its gate
   each_token(tokens, q_width, [&](std::int64_t token, int) {
     for (std::int64_t head = 0; head < model.heads; ++head) {
       const float* gate = q() + token * q_rows() + (2 * head + 1) * n;
@@ -139,7 +135,7 @@ void Decoder::State::write_logits(Logits which, float* logits) {
   });
   if (ends_here) return;
   if (!codes) {
-    matmul_table(kernels, pool, residual.data(), tokens, n, table, logits, model.vocab);
+    matmul_table(kernels, pool, residual.data(), tokens, table, logits);
     return;
   }
   const Matrix matrix = table.matrix();

@@ -96,7 +96,6 @@ struct Decoder::State {
            const std::vector<RecurrentStates::Step>& steps, Logits which, float* logits);
   void run_chunk(const std::int32_t* const* tokens, Logits which, float* logits);
   void attend(const Block& block, std::int64_t tokens, bool add);
-  void gate_attended(std::int64_t tokens);
   void project(const Matrix& matrix, const float* bias, std::int64_t tokens, float* rows, const float* sub_norm,
                const ActivationBuffer& codes, const float* out_norm);
   void rotate_and_append(const Block& block, std::int64_t tokens);
@@ -105,7 +104,6 @@ struct Decoder::State {
   void multiply_gates(const Block& block, std::int64_t tokens);
   void convolve(const Block& block, std::int64_t segment, std::int64_t head);
   void apply_delta_rule(const Block& block, std::int64_t segment, std::int64_t head, std::int64_t column);
-  void norm_delta_net(const Block& block, std::int64_t tokens);
   void feed_forward(const Block& block, std::int64_t tokens);
   void multiply_normed(std::int64_t tokens, const float* weight, bool add, const Product* products,
                        int count, const float* const* own);

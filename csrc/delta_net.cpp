@@ -111,19 +111,6 @@ void Decoder::State::apply_delta_rule(const Block& block, std::int64_t segment, 
   run(recurrence.cut, part.count - recurrence.cut);
 }
 
-// Norm of each head, times the gate, which is replaced.
-void Decoder::State::norm_delta_net(const Block& block, std::int64_t tokens) {
-  const DeltaNetSizes& sizes = model.delta_net;
-  each_token(tokens, sizes.values(), [&](std::int64_t token, int) {
-    float* out = recalled(tokens) + token * sizes.values();
-    for (std::int64_t head = 0; head < sizes.value_heads; ++head) {
-      norm(out + head * sizes.value_dim, block.delta_norm, sizes.value_dim);
-    }
-    float* gate = output_gate(tokens) + token * sizes.values();
-    kernels.vector.gated(Activation::silu, gate, out, sizes.values(), gate, false);
-  });
-}
-
 // A block's Gated DeltaNet, from the residual to `output_gate`.
 void Decoder::State::apply_delta_net(const Block& block, std::int64_t tokens, bool add) {
   const DeltaNetSizes& sizes = model.delta_net;
@@ -146,7 +133,15 @@ void Decoder::State::apply_delta_net(const Block& block, std::int64_t tokens, bo
       apply_delta_rule(block, i / of_segment, head, column);
     }
   });
-  norm_delta_net(block, tokens);
+  // Norm of each head, times the gate, which is replaced.
+  each_token(tokens, sizes.values(), [&](std::int64_t token, int) {
+    float* out = recalled(tokens) + token * sizes.values();
+    for (std::int64_t head = 0; head < sizes.value_heads; ++head) {
+      norm(out + head * sizes.value_dim, block.delta_norm, sizes.value_dim);
+    }
+    float* gate = output_gate(tokens) + token * sizes.values();
+    kernels.vector.gated(Activation::silu, gate, out, sizes.values(), gate, false);
+  });
 }
 
 }  // namespace sparse_bitnet

@@ -81,8 +81,8 @@ struct VectorKernels {
   void (*delta_rule)(const DeltaRule& work);
 
   // y[:, begin:end] of matmul_table, any number of tokens; the same bits everywhere.
-  void (*multiply_table)(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
-                         std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride);
+  void (*multiply_table)(const float* x, std::int64_t tokens, const Table& table, std::int64_t begin,
+                         std::int64_t end, float* y);
 };
 
 extern const VectorKernels vector_generic, vector_avx2, vector_avxvnni, vector_avx512, vector_avx512vnni,

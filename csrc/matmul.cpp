@@ -319,12 +319,11 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   pool.parallel_for(pieces, threads > 1 ? 1 : pieces, body);
 }
 
-void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x,
-                  std::int64_t tokens, std::int64_t x_stride, const Table& table, float* y,
-                  std::int64_t y_stride) {
+void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,
+                  const Table& table, float* y) {
   const std::int64_t size = rows_a_piece(table.rows, 8 * pool.threads(), max_rows_without_unit);
   pool.parallel_for(table.rows, size, [&](std::int64_t begin, std::int64_t end, int) {
-    kernels.vector.multiply_table(x, tokens, x_stride, table, begin, end, y, y_stride);
+    kernels.vector.multiply_table(x, tokens, table, begin, end, y);
   });
 }
 

@@ -149,9 +149,9 @@ struct Table {
 // out [columns] = a row of a table, dequantised.
 void table_row(const Table& table, std::int64_t row, float* out);
 
-// y[t, r] = sum over c of a float table[r, c] * x[t, c] in float32, x [tokens, x_stride], y [tokens, y_stride].
+// y[t, r] = sum over c of a float table[r, c] * x[t, c] in float32, x [tokens, columns], y [tokens, rows].
 // The same bits on every instruction set, for any number of threads.
 void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,
-                  std::int64_t x_stride, const Table& table, float* y, std::int64_t y_stride);
+                  const Table& table, float* y);
 
 }  // namespace sparse_bitnet

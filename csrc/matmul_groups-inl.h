@@ -227,7 +227,7 @@ INLINE void tile_group(const std::uint8_t* tile, const std::int8_t* x, std::int6
 
 // sums [T, sums_apart] of a tile's rows over groups [first, first + groups) of a column block, added to what
 // is there but for first = 0, of tokens from `token` on. scales [groups, tile_rows]. With fine codes the integers
-// are 128 times as large, which float32 holds for groups of 32.
+// are 128 times as large, which float32 holds for groups of 64.
 template <int T>
 TARGET static void tile_groups(const std::uint8_t* tile, const std::int8_t* codes, const std::int8_t* fine,
                                std::int64_t stride, const GroupSums& of, std::int64_t token, std::int64_t first,

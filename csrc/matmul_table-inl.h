@@ -19,7 +19,7 @@ INLINE float weight_at(const std::uint8_t* row, std::int64_t column) {
 // R rows that lie `step` rows apart (matmul_rows-inl.h). Each has its own sums, in the same order for any R.
 template <TableType TYPE, int R, int T>
 TARGET static void table_rows(const Table& table, std::int64_t row_index, std::int64_t step, const float* x,
-                              std::int64_t x_stride, float* y, std::int64_t y_stride) {
+                              float* y) {
   constexpr int bytes = TYPE == TableType::float32 ? 4 : 2;
   const std::uint8_t* row = table.data + row_index * table.row_stride;
   const std::int64_t apart = step * table.row_stride;
@@ -35,7 +35,7 @@ TARGET static void table_rows(const Table& table, std::int64_t row_index, std::i
         if (v == 0) __builtin_prefetch(from + bytes * c + table_ahead, 0, 3);
       }
       UNROLL for (int t = 0; t < T; ++t) {
-        const Floats xs = load_floats(x + t * x_stride + column);
+        const Floats xs = load_floats(x + t * table.columns + column);
         UNROLL for (int r = 0; r < R; ++r) sums[t][r][v] = FUSED(weights[r], xs, sums[t][r][v]);
       }
     }
@@ -44,37 +44,37 @@ TARGET static void table_rows(const Table& table, std::int64_t row_index, std::i
     UNROLL for (int r = 0; r < R; ++r) {
       float sum = sum_of(sums[t][r]);
       for (std::int64_t i = c; i < table.columns; ++i) {
-        sum += weight_at<TYPE>(row + r * apart, i) * x[t * x_stride + i];
+        sum += weight_at<TYPE>(row + r * apart, i) * x[t * table.columns + i];
       }
-      y[t * y_stride + row_index + r * step] = sum;
+      y[t * table.rows + row_index + r * step] = sum;
     }
   }
 }
 
 template <TableType TYPE, int R>
 TARGET static void table_tokens(const Table& table, std::int64_t row, std::int64_t step, const float* x,
-                                std::int64_t tokens, std::int64_t x_stride, float* y, std::int64_t y_stride) {
+                                std::int64_t tokens, float* y) {
   std::int64_t t = 0;
   constexpr int together = 4 / sum_vectors;
   for (; t + together <= tokens; t += together) {
-    table_rows<TYPE, R, together>(table, row, step, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
+    table_rows<TYPE, R, together>(table, row, step, x + t * table.columns, y + t * table.rows);
   }
   for (; t < tokens; ++t) {
-    table_rows<TYPE, R, 1>(table, row, step, x + t * x_stride, x_stride, y + t * y_stride, y_stride);
+    table_rows<TYPE, R, 1>(table, row, step, x + t * table.columns, y + t * table.rows);
   }
 }
 
 template <TableType TYPE>
-TARGET static void table_piece(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
-                               std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride) {
+TARGET static void table_piece(const float* x, std::int64_t tokens, const Table& table, std::int64_t begin,
+                               std::int64_t end, float* y) {
   const std::int64_t step = (end - begin) / 4;
-  for (std::int64_t r = begin; r < begin + step; ++r) table_tokens<TYPE, 4>(table, r, step, x, tokens, x_stride, y, y_stride);
-  for (std::int64_t r = begin + 4 * step; r < end; ++r) table_tokens<TYPE, 1>(table, r, 0, x, tokens, x_stride, y, y_stride);
+  for (std::int64_t r = begin; r < begin + step; ++r) table_tokens<TYPE, 4>(table, r, step, x, tokens, y);
+  for (std::int64_t r = begin + 4 * step; r < end; ++r) table_tokens<TYPE, 1>(table, r, 0, x, tokens, y);
 }
 
-TARGET static void multiply_table(const float* x, std::int64_t tokens, std::int64_t x_stride, const Table& table,
-                                  std::int64_t begin, std::int64_t end, float* y, std::int64_t y_stride) {
+TARGET static void multiply_table(const float* x, std::int64_t tokens, const Table& table, std::int64_t begin,
+                                  std::int64_t end, float* y) {
   const bool is_float = table.type == TableType::float32;
   const auto piece = is_float ? table_piece<TableType::float32> : table_piece<TableType::bfloat16>;
-  piece(x, tokens, x_stride, table, begin, end, y, y_stride);
+  piece(x, tokens, table, begin, end, y);
 }

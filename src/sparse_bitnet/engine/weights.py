@@ -103,13 +103,10 @@ class Weights:
             groups = columns // INT4_GROUP if table_format == "int4" else 1
             scales = np.empty((rows, groups), np.float32)
         self.kept.append(scales)
-        of_stored, of_table = (
-            each.ctypes.data if each.size else 0 for each in (stored_scales, scales)
-        )
-        source = _cpu.StoredTable(
-            _cpu.TableType[stored], *shape, **self._source(name, in_place), scales=of_stored
-        )
-        table = _cpu.Table(_cpu.TableType[table_format], *shape, stride, address, of_table)
+        own, at = self._source(name, in_place), stored_scales.ctypes.data
+        source = _cpu.StoredTable(_cpu.TableType[stored], *shape, **own, scales=at)
+        to = (*shape, stride, address, scales.ctypes.data)
+        table = _cpu.Table(_cpu.TableType[table_format], *to)
         self._check(name, *self._kernels.load_table(self._pool, source, table))
         return table, rows * stride + scales.nbytes
 
@@ -130,9 +127,8 @@ class Weights:
             return (-np.exp(vector.astype(np.float64))).astype(np.float32)
         if name.endswith("conv1d.weight"):
             return np.ascontiguousarray(vector[:, 0].T)
-        if name.endswith("norm.weight") and not name.endswith(
-            ("proj.norm.weight", "attn.norm.weight")
-        ):
+        is_plain = name.endswith(("proj.norm.weight", "attn.norm.weight"))
+        if name.endswith("norm.weight") and not is_plain:
             vector = vector + np.float32(self._model.architecture.norm_offset)
         return vector
 
