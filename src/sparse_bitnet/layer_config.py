@@ -23,8 +23,12 @@ REGISTERED = {
 FORMAT_VERSION = 1
 """Version of the `quantization_config` entry that a converted model's config carries."""
 
-GATES = (".in_proj_a", ".in_proj_b")
-"""Name endings of linear attention's gates, dense by default: a row of theirs steers a whole head."""
+GATES = (
+    *(".in_proj_a", ".in_proj_b", ".in_proj_ba", ".a_proj", ".b_proj"),
+    *(".shared_expert_gate", ".router.gate", ".gate.wg"),
+)
+"""Name endings of gates of linear attention, of shared experts, and of routers, which are dense by
+default: a row of theirs steers a whole head or expert."""
 
 OPTIONS = (
     *("activation", "mask_source", "scale_source", "mask_gradient", "ste"),

@@ -75,6 +75,26 @@ def test_saved_models_load_bit_for_bit(build: Any, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_encoders_of_images_and_all_output_heads_stay_dense() -> None:
+    with warnings.catch_warnings(action="error"):
+        names = sparse_layers(convert_(gemma3(), SparseBitConfig()))
+    assert names
+    assert all(name.startswith("model.language_model.layers.") for name in names)
+    model = tiny_model("qwen2")
+    model.lm_heads = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)])
+    model.get_output_embeddings = lambda: model.lm_heads
+    assert not any("lm_heads" in name for name in sparse_layers(convert_(model, SparseBitConfig())))
+
+
+def test_a_refused_conversion_of_rotated_weights_changes_nothing() -> None:
+    rotated = "ternary-6:8,activation=int8-hadamard:block=32,dense_layers=q_proj"
+    model = convert_(tiny_model("qwen2"), rotated)
+    before = {name: str(layer.config) for name, layer in sparse_layers(model).items()}
+    with pytest.raises(UserError, match="the weights are rotated"):
+        convert_(model, "ternary-6:8")
+    assert {name: str(layer.config) for name, layer in sparse_layers(model).items()} == before
+
+
 class TestExperts:
     def test_each_expert_is_two_matrices_with_their_own_scales(self) -> None:
         dense = moe()
@@ -93,7 +113,8 @@ class TestExperts:
         left = {n for n, p in model.named_parameters() if p.dim() > 1 and "layers" in n} - {
             f"{name}.weight" for name in layers
         }
-        assert left == {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
+        gates = ("gate", "shared_expert_gate")
+        assert left == {f"model.layers.{i}.mlp.{name}.weight" for i in range(2) for name in gates}
 
     def test_full_dense_changes_no_bit(self) -> None:
         model = convert_(moe(), SparseBitConfig.parse("full-8:8"))

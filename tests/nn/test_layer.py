@@ -27,9 +27,7 @@ def doubles(x: Tensor) -> reference.Array:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)], ids=str)
-def test_forward_and_backward_equal_the_float64_reference(
-    variant: str, shape: tuple[int, ...]
-) -> None:
+def test_forward_and_backward_equal_the_float64_reference(variant: str, shape: tuple[int, ...]):
     layer, x = make_layer(VARIANTS[variant]), torch.randn(shape, requires_grad=True)
     y, grad_y = layer(x), torch.randn(*shape[:-1], 20)
     y.backward(grad_y)
@@ -63,9 +61,7 @@ class TestForward:
         assert ((layer(x).double() - exact).abs() <= 2.01 * U32 * exact.abs()).all()
 
     @pytest.mark.parametrize("in_features", [48, 896, 4864])
-    def test_bfloat16_rounds_the_integer_product_and_the_result_only(
-        self, in_features: int
-    ) -> None:
+    def test_bfloat16_rounds_the_integer_product_and_the_result_only(self, in_features: int):
         layer = make_layer("ternary-6:8", in_features, dtype=torch.bfloat16)
         x = torch.randn(5, in_features, dtype=torch.bfloat16)
         codes, scale = quantize_int8(x)

@@ -51,9 +51,7 @@ class TestSelection:
         assert torch.equal(y, expected(x))
 
     @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-    def test_every_optimiser_implementation_ends_the_selection(
-        self, options: dict[str, bool]
-    ) -> None:
+    def test_every_optimiser_implementation_ends_the_selection(self, options: dict[str, bool]):
         layer, x = make_layer("ternary-6:8"), torch.randn(4, 48)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
         layer.select_()

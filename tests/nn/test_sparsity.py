@@ -90,9 +90,7 @@ class TestMask:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-    def test_every_float_type_gives_the_reference(
-        self, pattern: NMPattern, dtype: torch.dtype
-    ) -> None:
+    def test_every_float_type_gives_the_reference(self, pattern: NMPattern, dtype: torch.dtype):
         """It sees exact values, so a bfloat16 master and its float32 copy get the same mask."""
         weight = (torch.randn(64, 28 * pattern.m) * 0.02).to(dtype)
         groups = weight.abs().unflatten(-1, (-1, pattern.m)).sort(descending=True).values

@@ -43,8 +43,8 @@ def convert_(
         config: format of every converted layer, or its text form, such as "ternary-6:8".
         filter_fn: (module, full name) -> whether to convert this linear layer, or this module of fused
             experts. Default: all in the blocks, but never an embedding, an output head, a weight tied to
-            one, a gate of linear attention or Mamba's x_proj, dt_proj and out_proj. The config's
-            `dense_layers` stay dense in either case.
+            one, one of `GATES`, Mamba's x_proj, dt_proj and out_proj, or an encoder of images or audio
+            in a language model. The config's `dense_layers` stay dense in either case.
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
             inputs of the unconverted model on them, so that it can be pruned without training.
 
@@ -122,6 +122,10 @@ def convert_(
     if filter_fn is None:
         dense = {module for name, module in candidates.items() if config.keeps_dense(name)}
         _warn_of_dense_weights(model, set(targets.values()), dense)
+    for name, sparse in sparse_layers(model).items():
+        kept = name not in targets or sparse.config.activation == config.activation
+        if config.keeps_dense(name) or not kept:
+            sparse.check_basis()
     norms = {} if calibration is None else input_norms(model, linear, config, calibration)
     set_tables_(model, config.embeddings == "ternary")
     layers: dict[nn.Module, nn.Module] = {}
@@ -138,6 +142,8 @@ def convert_(
             setattr(owner, child, layers[module])
             if isinstance(owner, nn.TransformerEncoderLayer):
                 owner.activation_relu_or_gelu = 0  # its fast path multiplies past the layers
+    for encoder in (each for each in model.modules() if isinstance(each, nn.TransformerEncoder)):
+        encoder.use_nested_tensor = False  # which its layers get from it for that path alone
     for name, norm in norms.items():
         layer: Any = model.get_submodule(name)
         layer.input_norm.copy_(norm)
@@ -192,18 +198,26 @@ def _in_blocks(model: nn.Module) -> FilterFn:
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
     get_head: Any = getattr(model, "get_output_embeddings", None)
-    head = None if get_head is None else get_head()
-    blocks = {
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name
-    }
+    head: Any = None if get_head is None else get_head()
+    heads, is_text = set(() if head is None else head.modules()), _reads_text(model)
+    blocks, encoders = set[str](), set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name:
+            blocks.add(f"{name}.")
+        elif is_text and not _reads_text(module):
+            encoders.add(f"{name}.")
 
     def in_blocks(module: nn.Module, name: str) -> bool:
         is_gate = name.removesuffix(".weight").endswith(GATES)
-        if module is head or is_gate or id(getattr(module, "weight", None)) in embeddings:
+        if module in heads or is_gate or id(getattr(module, "weight", None)) in embeddings:
             return False
-        return not blocks or any(name.startswith(f"{block}.") for block in blocks)
+        return name.startswith(tuple(blocks or [""])) and not name.startswith(tuple(encoders))
 
     return in_blocks
+
+
+def _reads_text(module: nn.Module) -> bool:
+    return getattr(module, "main_input_name", "input_ids") == "input_ids"
 
 
 def _read_past(model: nn.Module) -> set[str]:
