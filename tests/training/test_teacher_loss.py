@@ -35,7 +35,7 @@ from sparse_bitnet.training import reconstruction
 from sparse_bitnet.training import trainer as trainer_module
 from sparse_bitnet.training.config import read_config
 from sparse_bitnet.training.distillation import DistillationLoss, LogitCache, Teacher
-from sparse_bitnet.training.loss import hidden_states
+from sparse_bitnet.training.logits import hidden_states
 from sparse_bitnet.training.reconstruction import reconstruct_
 from sparse_bitnet.training.trainer import train
 
@@ -219,7 +219,7 @@ def test_an_unfinished_cache_resumes(distil, teacher, tmp_path, monkeypatch):
         config = distil(**{**options, **changes})
         dataset = TokenDataset.open(config.data, split)
         loader = TokenLoader(dataset, sequence_length=32, batch_size=4, seed=config.data_seed)
-        return LogitCache(config, fingerprint(config.teacher), loader, VOCAB)
+        return LogitCache(config, fingerprint(config.teacher), loader, VOCAB, torch.float32)
 
     monkeypatch.setattr("sparse_bitnet.training.distillation._PART_BYTES", 1 << 17)
     monkeypatch.setattr("sparse_bitnet.training.distillation.default_chunk_tokens", lambda _: 100)

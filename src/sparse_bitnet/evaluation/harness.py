@@ -234,8 +234,7 @@ def write_task_files(names: Iterable[str], data: Path, out: Path) -> None:
             f"{task.split}_split": task.split,
         }
         # YAML can contain JSON, but not JSON's escapes of characters as surrogate pairs.
-        text = json.dumps(config, ensure_ascii=False)
-        (out / f"{name}.yaml").write_text(text, encoding="utf-8")
+        (out / f"{name}.yaml").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
 
 
 def _check_answers(name: str, task: Any) -> None:

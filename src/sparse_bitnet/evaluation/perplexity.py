@@ -33,6 +33,7 @@ from sparse_bitnet.generation.scheduler import Scheduler
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.logits import check_logits
 from sparse_bitnet.training.loss import SummedLoss, mean_of, mean_token_loss
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def perplexity(
     if isinstance(model, InferenceEngine):
         mean, scored = _engine_loss(model, pieces, batch_size, on_batch)
     else:
+        check_logits(model)
         batches = _batches(pieces, batch_size, on_batch)
         mean, scored = mean_token_loss(SummedLoss(model), batches, device=device, dtype=dtype)
     assert chat is not None or scored == len(tokens) - 1
@@ -192,8 +194,7 @@ class Evaluation(Perplexity):
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field and both derived values, ready for JSON."""
-        derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return derived | asdict(self)
+        return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | asdict(self)
 
 
 def read_text(

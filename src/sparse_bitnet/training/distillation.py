@@ -36,14 +36,8 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomic
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.loss import (
-    Soft,
-    SummedLoss,
-    capped,
-    default_chunk_tokens,
-    hidden_states,
-    logit_cap,
-)
+from sparse_bitnet.training.logits import capped, hidden_states, logit_cap
+from sparse_bitnet.training.loss import Soft, SummedLoss, default_chunk_tokens
 from sparse_bitnet.training.model import check_positions
 
 if TYPE_CHECKING:
@@ -88,9 +82,14 @@ class LogitCache:
     """The teacher's top logits of the windows that a run trains on, on disk."""
 
     def __init__(
-        self, config: TrainConfig, fingerprint: str, loader: TokenLoader, vocab_size: int
+        self,
+        config: TrainConfig,
+        fingerprint: str,
+        loader: TokenLoader,
+        vocab_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        """Open the folder; nothing is written before `fill`. `fingerprint`: the teacher's fingerprint.
+        """Open the folder; nothing is written before `fill`. `fingerprint`, `dtype`: the teacher's.
 
         Raises `UserError` for another cache, other files, no permission, and a disk that is too small.
         """
@@ -110,6 +109,7 @@ class LogitCache:
         self.identity: dict[str, Any] = {
             "version": VERSION,
             "teacher": fingerprint,
+            "dtype": str(dtype),
             "data": loader.dataset.identity(),
             "data_seed": loader.seed,
             "sequence_length": length,
@@ -240,9 +240,7 @@ def find_teacher(
         )
     stored = find_checkpoint(config.teacher)
     check_positions(stored.model, config, f"teacher {config.teacher}")
-    own, theirs = (
-        model.get_output_embeddings().weight.shape[0] for model in (student, stored.model)
-    )
+    own, theirs = (each.get_output_embeddings().weight.shape[0] for each in (student, stored.model))
     if own != theirs and not loader.dataset.check_tokenizer(stored.folder, config.teacher):
         raise UserError(
             f"teacher {config.teacher} has a vocabulary of {theirs:,} tokens, the student one of "
@@ -251,7 +249,7 @@ def find_teacher(
         )
     # With the same tokenizer, the larger head is padded.
     loader.dataset.check_vocab(rows := min(own, theirs))
-    cache = LogitCache(config, fingerprint, loader, rows) if config.logit_cache else None
+    cache = LogitCache(config, fingerprint, loader, rows, dtype) if config.logit_cache else None
     if cache and len(cache.checksums) >= cache.parts and not is_new:
         return None, cache
     return Teacher(config.teacher, dtype, device, rows), cache

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.config_fields import LINEAR
 from sparse_bitnet.data.loader import Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError
@@ -26,6 +25,7 @@ from sparse_bitnet.progress import OnProgress
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, compile_options
 from sparse_bitnet.training.distributed import World
+from sparse_bitnet.training.logits import capped, hidden_states, logit_cap
 from sparse_bitnet.training.sharded_linear import selected_shards
 
 if TYPE_CHECKING:
@@ -196,36 +196,6 @@ def default_chunk_tokens(vocab_size: int) -> int:
     return max(512, 2**22 // vocab_size)
 
 
-def hidden_states(
-    model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
-) -> Tensor:
-    """Return the last ones, [batch, sequence, hidden_size], times the model's scale of its logits."""
-    at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
-    decoder, kinds = model.get_decoder(), getattr(model.config, "layer_types", None) or ()
-    # Linear attention, state spaces and short convolutions have states.
-    convolutions = (each for each in decoder.modules() if isinstance(each, torch.nn.Conv1d))
-    if position_ids is not None and (LINEAR in kinds or any(convolutions)):
-        (input_ids, at), packed = _apart(input_ids, position_ids), {}
-    hidden = decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
-    hidden = hidden if at is None else hidden.flatten(0, 1)[at]
-    scale = output_scale(model)
-    return hidden if scale == 1 else hidden * scale
-
-
-def _apart(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return token ids with a row for each conversation and what follows the last, and the index there of
-    each token, [batch, sequence]: restarted positions do not end a state."""
-    begins = F.pad(position_ids == 0, (0, 1), value=True)
-    starts = begins[:, :-1] & ~begins[:, 1:]
-    starts[:, 0] = True
-    row = starts.flatten().cumsum(0) - 1
-    place = torch.arange(len(row), device=row.device) - starts.flatten().nonzero()[row, 0]
-    longest = int(place.max()) + 1
-    at = row * longest + place
-    rows = input_ids.new_zeros((int(row[-1]) + 1) * longest).index_copy(0, at, input_ids.flatten())
-    return rows.view(-1, longest), at.view_as(input_ids)
-
-
 class SummedLoss(torch.nn.Module):
     """A transformers causal LM whose forward returns its loss; steps call it, and FSDP splits it."""
 
@@ -274,33 +244,6 @@ def mean_of(total: float, scored: float) -> tuple[float, int]:
     if scored == 0:
         raise UserError("no token to score: the evaluation data is empty")
     return total / scored, int(scored)
-
-
-# Some families change the products of their head: a scale (Granite, Cohere), a cap (Gemma).
-
-
-def output_scale(model: "PreTrainedModel") -> float:
-    """Return the factor of the head's products in the model's own forward: 1 in most families."""
-    config: Any = model.config.get_text_config()
-    scale = float(getattr(config, "logits_scaling", None) or 1)  # Granite, MiniCPM divide by it
-    if not config.model_type.startswith("hyperclovax"):
-        scale = 1 / scale
-    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
-        value = getattr(config, name, None)
-        scale *= 1 if value is None else value
-    return scale
-
-
-def logit_cap(model: "PreTrainedModel") -> float | None:
-    """Return the limit of the logits in the model's own forward; None in most families."""
-    config: Any = model.config.get_text_config()
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    return next((cap for name in names if (cap := getattr(config, name, None))), None)
-
-
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return `logits` squeezed between -cap and cap by tanh."""
-    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 # Loss of held-out tokens.

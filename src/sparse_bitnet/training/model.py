@@ -15,11 +15,12 @@ from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.checkpoint.load import max_positions
 from sparse_bitnet.data.chat import end_of_turn_tokens
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_integer_forward_, sparse_layers
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
+from sparse_bitnet.training.logits import check_logits, keeps_apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,16 +59,20 @@ def initial_model(
     embedding.padding_idx = None  # that token often ends documents: it learns like any other
     dataset.check_vocab(embedding.num_embeddings)
     check_positions(model, config, config.init or config.model)
-    takes = inspect.signature(model.get_decoder().forward).parameters
-    if dataset.is_chat and "position_ids" not in takes:
+    if config.init and not meta:
+        check_logits(model)
+    takes = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
+    if dataset.is_chat and not (takes and (meta or keeps_apart(model))):
         # Its attention would not stop where positions restart.
         raise UserError(
-            f"{type(model).__name__} takes no positions, so conversations cannot share a window"
+            f"{type(model).__name__} takes no {'account of ' if takes else ''}positions, so "
+            "conversations cannot share a window"
         )
     ends = _end_tokens(model, dataset, tokenizer)
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, field, None)
-        setattr(model.config, field, value)
+        with library_errors_as(f"{field} of the tokenizer does not fit {type(model).__name__}"):
+            setattr(model.config, field, value)
         setattr(model.generation_config, field, value)
     if len(ends) > 1:
         model.generation_config.eos_token_id = ends
@@ -123,11 +128,8 @@ def merged(adapted: Any) -> tuple["PreTrainedModel", float]:
 
 def build_optimizer(model: "PreTrainedModel", config: TrainConfig) -> torch.optim.AdamW:
     """Return AdamW that decays the matrices of the blocks, and on request the embeddings."""
-    embeddings = {
-        id(module.weight)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module
-    }
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    embeddings = {id(each.weight) for each in (*tables, model.get_output_embeddings()) if each}
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": config.weight_decay},
         {"params": [], "weight_decay": 0.0},

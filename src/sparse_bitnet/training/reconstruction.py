@@ -20,7 +20,7 @@ from sparse_bitnet.progress import OnProgress, Progress, say
 from sparse_bitnet.training.config import TrainConfig
 from sparse_bitnet.training.device import autocast, blocks_of
 from sparse_bitnet.training.distillation import Teacher
-from sparse_bitnet.training.loss import hidden_states
+from sparse_bitnet.training.logits import hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
