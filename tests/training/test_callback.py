@@ -85,9 +85,7 @@ def training_logs(trainer: Trainer) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_selects_once_per_step_over_micro_batches_and_recomputation(
-    make_trainer, selections
-) -> None:
+def test_selects_once_per_step_over_micro_batches_and_recomputation(make_trainer, selections):
     model = converted()
     trainer = make_trainer(
         model, SparseBitCallback(), gradient_accumulation_steps=3, gradient_checkpointing=True
@@ -170,9 +168,7 @@ def test_a_step_that_raises_leaves_nothing_stale(make_trainer) -> None:
     assert not any(layer.is_selected for layer in sparse_layers(model).values())
 
 
-def test_a_loaded_model_can_be_fine_tuned_and_saved_by_trainer(
-    make_trainer, tmp_path: Path
-) -> None:
+def test_a_loaded_model_can_be_fine_tuned_and_saved_by_trainer(make_trainer, tmp_path: Path):
     save_pretrained(converted(), tmp_path / "model")
     model = from_pretrained(tmp_path / "model")
     before = {name: value.clone() for name, value in model.state_dict().items()}

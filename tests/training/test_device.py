@@ -6,6 +6,7 @@ import platform
 import pytest
 import torch
 
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.training import device
 from sparse_bitnet.training.config import TrainConfig
 
@@ -35,6 +36,8 @@ def test_long_runs_on_a_cpu_are_compiled(monkeypatch):
     assert not device.compiles(TrainConfig(steps=10_000), torch.device("cuda"), million)
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
     assert not device.compiles(TrainConfig(steps=10_000), cpu, million)
+    with pytest.raises(UserError, match="--compile on: no C"):
+        device.compiles(TrainConfig(compile="on"), cpu, million)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep it or not")

@@ -140,9 +140,7 @@ def test_layers_of_torchtitan_but_the_head_compute_what_ours_do(torchtitan_nm: A
 
 
 @ignore_warnings
-def test_unsupported_settings_of_torchtitan_are_refused(
-    torchtitan_nm: Any, mesh: DeviceMesh
-) -> None:
+def test_unsupported_settings_of_torchtitan_are_refused(torchtitan_nm: Any, mesh: DeviceMesh):
     with pytest.raises(UserError, match=r"layers\.0\."):
         built(torchtitan_nm, format="ternary-5:7")
     layer = built(torchtitan_nm).layers["0"].feed_forward.w1

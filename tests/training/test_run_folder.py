@@ -123,6 +123,10 @@ def test_a_finished_run_on_other_text_is_refused(small_run, tmp_path):
     prepare(source, data, tokenizer=str(Path(small_run().data) / "tokenizer"))
     with pytest.raises(UserError, match="holds a run on other data; use its data or choose"):
         train(config)
+    config = dataclasses.replace(config, validation_tokens=128)
+    with pytest.raises(UserError, match="is finished, with --validation-tokens 256: leave that"):
+        train(dataclasses.replace(config, data=small_run().data))
+    config = dataclasses.replace(config, validation_tokens=256)
     assert train(dataclasses.replace(config, data=small_run().data)) == first, "as it was"
 
 

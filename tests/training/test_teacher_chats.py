@@ -122,9 +122,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("message", UNUSABLE)
-def test_a_model_that_cannot_chat_is_refused(
-    tmp_path: Path, message: str, monkeypatch: Any
-) -> None:
+def test_a_model_that_cannot_chat_is_refused(tmp_path: Path, message: str, monkeypatch: Any):
     make_teacher(tmp_path, UNUSABLE[message])
     monkeypatch.setattr(teacher_chats, "_sample", lambda *given, **_: [None] * len(given[2]))
     with pytest.raises(UserError, match=message):

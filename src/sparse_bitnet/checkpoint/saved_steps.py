@@ -46,7 +46,7 @@ FOLDER, MODEL_FOLDER = "sharded", "model"
 """Sub-folders of a checkpoint: its shards, and the description of their model."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _MODEL_PREFIX = "model/"
-_MAY_LACK = ("rng/", *(f"{moment}/" for moment in MOMENTS))
+_MAY_LACK = tuple(f"{moment}/" for moment in MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def read_tensors(
 ) -> "dict[str, Tensor]":
     """Fill tensors, named as in the checkpoint, in place; only the own part of split ones. Return them.
 
-    Random states may be missing there, and moments, which a weight without gradients does not have.
+    Moments may be missing there, which a weight without gradients does not have.
 
     Args:
         state: tensors by key; None makes those of all the parameters, whole.

@@ -216,7 +216,7 @@ def run(chosen: Options) -> None:
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise UserError("out of memory: lower --micro-batch-size or --sequence-length") from error
     except ErrorElsewhere:
         sys.exit(2)

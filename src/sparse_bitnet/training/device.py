@@ -98,9 +98,11 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
 
     "auto" compiles if it pays: on a CPU a step takes half as long, and compiling about a minute.
     """
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
+    if config.compile == "on" and device.type == "cpu" and not has_compiler:
+        raise UserError("--compile on: no C++ compiler found; install g++, or leave the option out")
     if config.compile != "auto":
         return config.compile == "on"
-    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
     work = float(config.steps * config.tokens_per_step) * weights
     return device.type == "cpu" and has_compiler and work >= WORTH_COMPILING
 

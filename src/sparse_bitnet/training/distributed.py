@@ -6,7 +6,7 @@ Rendezvous, restarts and time limits are torchrun's and the process group's.
 
 Started by torchrun (or anything that sets its environment variables), the same `train` command runs as N
 processes on M machines; otherwise a run is a world of one process. The batch is split over all
-processes; the result does not depend on their number.
+processes; the result does not depend on their number, but for dropout.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ checkpoints hold all it takes to resume as if never stopped, with any other numb
 
     sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>" and
                       "exp_avg_sq/<parameter>", float32; "mask/<layer>", the words of its last mask;
-                      "rng/cpu", "rng/cuda"; every process writes its rows
+                      every process writes its rows
     model/            config.json, tokenizer.json, ...: the files of a model folder beside its weights
     train_config.json, state.json    the resolved TrainConfig; step, data, version, checksums
 """
@@ -109,8 +109,9 @@ def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
         raise UserError(f"{run} holds a run on other data; use its data or choose another folder")
 
 
-def finished_result(run: Path, data: dict[str, Any]) -> RunResult | None:
-    """Return the result of a finished run, else None. Raises `UserError` if its `data` are others."""
+def finished_result(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
+    """Return the result of a finished run, else None. Raises `UserError` if its `data` are others, or
+    if it was scored on another number of tokens."""
     if not (path := run / RESULT).is_file() or not (run / "final").is_dir():
         return None
     try:
@@ -118,6 +119,10 @@ def finished_result(run: Path, data: dict[str, Any]) -> RunResult | None:
     except TypeError as error:
         raise UserError(f"{path} is damaged: {error}") from error
     check_inputs(run, result.data, data)
+    if (scored := read_config(run).validation_tokens) != config.validation_tokens:
+        raise UserError(
+            f"{run} is finished, with --validation-tokens {scored}: leave that as it was"
+        )
     return result
 
 
@@ -178,10 +183,8 @@ class RunCheckpoints:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that changes from step to step, by key: parts of whole tensors if they are
-        split; all but "rng/" share their memory."""
-        state: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            state["rng/cuda"] = torch.cuda.get_rng_state()
+        split. They share their memory."""
+        state: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             state[f"model/{name}"] = split_like(local_rows(parameter), parameter)
             moments = self.optimizer.state.get(parameter, {})
@@ -215,7 +218,7 @@ class RunCheckpoints:
         return newest.step
 
     def _load(self, checkpoint: SavedStep) -> None:
-        """Restore parameters, optimiser, last masks and random state as they were after that step.
+        """Restore parameters, optimiser and last masks as they were after that step.
 
         Raises `UserError` for other data, and for files that are unreadable or of another model.
         """
@@ -237,10 +240,6 @@ class RunCheckpoints:
         for name, parameter in self.parameters.items():
             if f"{MOMENTS[0]}/{name}" not in tensors:  # no step has given it a gradient
                 self.optimizer.state.pop(parameter, None)
-        if "rng/cpu" in tensors:
-            torch.set_rng_state(tensors["rng/cpu"])
-        if "rng/cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng/cuda"])
 
     def save(self, step: int) -> None:
         """Write the state after `step`.

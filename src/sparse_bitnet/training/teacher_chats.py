@@ -6,6 +6,7 @@ Each batch has its own seed. A resumed call repeats the last one and gives the s
 """
 
 import json
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def write_conversations(
     if path.suffix != ".jsonl" or min(count, size) < 1:
         raise UserError(f"{path}: name a .jsonl file; --conversations and --batch-size at least 1")
     made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": longest, "batch_size": size}
+    made["template"] = zlib.crc32(str(tokenizer.chat_template).encode())
     if len(rows := _written(path, made)) == count:
         return
     if len(rows) > count:

@@ -28,7 +28,7 @@ from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprin
 from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
 from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
-from sparse_bitnet.errors import UserError, install
+from sparse_bitnet.errors import UserError, install, library_errors_as
 from sparse_bitnet.files import write_atomic
 from sparse_bitnet.nn.convert import first_unpackable, set_phase_, sparse_layers
 from sparse_bitnet.progress import Progress, say
@@ -116,7 +116,7 @@ def _take_folder(
     data: dict[str, Any] = {"teacher": config.teacher and fingerprint(config.teacher)}
     data["init"] = None if config.init in (None, config.teacher) else fingerprint(config.init)
     data |= {each.split: each.identity() for each in (text, held_out.dataset)}
-    if (finished := finished_result(run, data)) is not None:
+    if (finished := finished_result(run, config, data)) is not None:
         return data, finished
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"--tensorboard: the package is not installed: {install('tensorboard')}")
@@ -201,7 +201,8 @@ class Trainer:
             self.adapted = add_adapters_(self.model, config.lora) if config.lora else None
             self.model.train()
             if config.activation_checkpointing:
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+                with library_errors_as("--activation-checkpointing"):
+                    self.model.gradient_checkpointing_enable({"use_reentrant": False})
             compiled = compiles(config, self.device, self.model.num_parameters())
             if compiled:
                 compile_decoder_(self.model, config, self.device, world.size)
@@ -296,6 +297,9 @@ class Trainer:
         self.optimizer.param_groups[0]["weight_decay"] = decay  # the others have none
         kept, blend = schedule.phase(config, self.format, step)
         set_phase_(self.layers.values(), kept, blend)
+        # Of dropout, whose masks differ between processes.
+        entropy = (config.seed % 2**64, step, self.world.rank)
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
         with selected_shards(self.layers.values(), self.world.sum_shards, self.world.sum):
             counts = metrics.selection_counts(self.layers, self.world.sum_shards)
             total = self._forward_backward(step)
