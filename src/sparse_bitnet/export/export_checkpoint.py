@@ -145,9 +145,8 @@ def write(
             for name in source.layers:
                 tensors += _layer(source, name, config.format, dtype, group)
             for name, shape in source.others.items():
-                tensors += converted(
-                    name, dtype, shape, partial(_unrotated, source, source.read, name)
-                )
+                read = partial(_unrotated, source, source.read, name)
+                tensors += converted(name, dtype, shape, read)
             write_safetensors(folder / "model.safetensors", tensors, on_progress)
             values = older_rope(source.config) | plain_config(source.config, dtype)
             values |= {EXPORTED_FORMAT: str(source.format)}

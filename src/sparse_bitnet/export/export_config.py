@@ -8,7 +8,6 @@ from sparse_bitnet.errors import UserError, check_least, refuse_unused
 
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 
-
 FORMATS = {
     "bitnet": ("Hugging Face bitnet, 2 bits", "transformers"),
     "compressed-tensors-w2a8": ("compressed-tensors pack-quantized, 2 bits", "transformers, vLLM"),

@@ -93,7 +93,7 @@ def scale_groups(source: Checkpoint) -> dict[str, int]:
 
 def notes(source: Checkpoint, wanted: BlockType) -> str | None:
     """Return notes for users of the file, or None: types that replace `wanted` in rows that do not fill
-    its blocks, and features that llama.cpp lacks."""
+    its blocks, activations it was not trained with, and features that llama.cpp lacks."""
     row, metadata = _metadata(source)
     blocks = [block_for(columns, wanted) for _, columns in source.layers.values()]
     counts = {block.name: blocks.count(block) for block in blocks if block is not wanted}
@@ -104,6 +104,8 @@ def notes(source: Checkpoint, wanted: BlockType) -> str | None:
             f"of {len(blocks)} layers {others}, with exact codes, since their rows do not fill "
             f"{wanted.name}'s blocks of {wanted.codes}"
         )
+    if source.format.activation == "none":
+        said.append("llama.cpp rounds activations to 8 bits, which the model was trained without")
     is_windowed = f"{row.name}.attention.sliding_window" in metadata
     if row.note and (is_windowed or not (row.windows and row.in_llama_cpp)):
         said.append(row.note)

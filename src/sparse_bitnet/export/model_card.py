@@ -23,9 +23,8 @@ def model_card(
 ) -> str:
     """Return the model card of an export as Markdown with a YAML head. `checked`: the rows of its
     verification, if there was one."""
-    template = Path(__file__).with_name("model_card.md.j2").read_text("utf-8")
     card = jinja2.Template(
-        template,
+        Path(__file__).with_name("model_card.md.j2").read_text("utf-8"),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

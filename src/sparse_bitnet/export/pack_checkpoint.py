@@ -107,8 +107,7 @@ def pack_checkpoint(
             config[TRAINED_CONTEXT] = length
         write_json(folder / "config.json", config)
         finish_folder(folder, PACKED_HELD)
-    file_bytes = (out / MODEL_FILE).stat().st_size
-    return PackedSize(metadata, weight_bytes, _nbytes(tables), file_bytes)
+    return PackedSize(metadata, weight_bytes, _nbytes(tables), (out / MODEL_FILE).stat().st_size)
 
 
 def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[PackedSize]:
@@ -197,8 +196,7 @@ def _write_tensors(
             packed = pack(codes, metadata.packed_format, metadata.pattern, name=name)
             writer.write(f"{name}.weight_packed", [packed])
             scales = weight_scale if weight_scale.shape else weight_scale.reshape(1)
-            shape = tuple(scales.shape)
-            writer.write(f"{name}.weight_scale", [scales], shape, scales.dtype)
+            writer.write(f"{name}.weight_scale", [scales], tuple(scales.shape), scales.dtype)
             weight_bytes += packed.nbytes + scales.nbytes
             done += rows * in_features
             if progress is not None:

@@ -114,7 +114,7 @@ def requests_of(
     cut = body.model_fields_set & {"max_tokens"} if asked > min(rooms) else set()
     grammar = body.constraint()
     if isinstance(body, ChatBody) and body.functions:
-        grammar = _with_calls(grammar, body, model.tool_syntax)
+        grammar = _with_calls(grammar, body, model)
     matcher = None if grammar is None else model.grammars.known(grammar)
     scores_prompt = bool(getattr(body, "echo", False)) and body.top_scores is not None
     if body.top_scores is not None:
@@ -229,10 +229,9 @@ def _chat_text(body: ChatBody, model: ServedModel) -> str:
     return text.rpartition(mark)[0] if mark else text
 
 
-def _with_calls(
-    grammar: Grammar | None, body: ChatBody, syntax: ToolSyntax | None
-) -> Grammar | None:
+def _with_calls(grammar: Grammar | None, body: ChatBody, model: ServedModel) -> Grammar | None:
     """Return a grammar of tool calls or an answer, like OpenAI; of the answer if both begin with {."""
+    syntax = model.tool_syntax
     assert syntax is not None
     is_answer = (body.response_format or {}).get("type", "text") != "text"
     if body.calls_are_forced and grammar is not None and not is_answer:
@@ -263,7 +262,7 @@ class TokenizeBody(StrictModel):
     content: str | None = None
     messages: Any = None
     add_special_tokens: bool = True
-    add_special: bool = True
+    add_special: bool = False
 
 
 def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
@@ -280,7 +279,7 @@ def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
         raise unknown_parameter(next(iter(more)))
     else:
         text = body.prompt or body.content or ""
-    adds = body.messages is None and body.add_special_tokens and body.add_special
+    adds = body.add_special if body.prompt is None else body.add_special_tokens
     tokens = _encode(text, model, most, adds_special=adds)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 
