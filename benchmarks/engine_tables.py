@@ -4,6 +4,8 @@
 from recorded import Row, filled, markdown, read, threads_heads
 
 OURS = "sparse-bitnet"
+_COMPARED = {"amx_int8": ("amx_int8", "avx512vbmi", "avx2"), "avx512vbmi": ("avx512vbmi", "avx2")}
+"""Instruction set -> those for which the other engines may be built that it is compared with."""
 
 
 def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
@@ -24,7 +26,8 @@ def peers(model: str = "qwen2.5-1.5b", options: str = "") -> str:
     for engine, type, isa in dict.fromkeys((r["engine"], r["type"], r["isa"]) for r in speeds):
         line = [f"{engine} ({isa})", type.removeprefix(f"{model}-")]
         for phase in ("prefill", "decode"):
-            ours, theirs = (best.get((side, isa, phase)) for side in (True, False))
+            ours, peers = best.get((True, isa, phase)), _COMPARED.get(isa, (isa,))
+            theirs = max(best.get((False, peer, phase), 0) for peer in peers)
             for count in threads:
                 row = cells.get((engine, type, isa, count, phase))
                 text = "-" if row is None else f"{row['tokens_per_second']:.1f}"
@@ -127,7 +130,12 @@ def layouts() -> str:
     lines = []
     for pattern, layout in dict.fromkeys((r["pattern"], r["layout"]) for r in rows):
         own = [r for r in rows if (r["pattern"], r["layout"]) == (pattern, layout)]
-        line = [pattern, layout, f"{own[0]['bits']:.2f}", f"{own[0]['cycles']:.4f}"]
+        line = [
+            pattern.replace("exactly", "binary"),
+            layout,
+            f"{own[0]['bits']:.2f}",
+            f"{own[0]['cycles']:.4f}",
+        ]
         for count in threads:
             row = next(r for r in own if r["threads"] == count)
             line.append(f"{row['weights_per_second'] / 1e9:.0f} ({row['over_i2']:.2f}x)")

@@ -97,8 +97,7 @@ def rows_of(
 ) -> list[Row]:
     rows = []
     for (place, phase), times in seconds.items():
-        engine = engines[place]
-        computed = options.prompt if phase == "prefill" else 1
+        engine, computed = engines[place], options.prompt if phase == "prefill" else 1
         rows.append(
             Row(
                 engine=engine.name,
@@ -122,13 +121,10 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
     for phase, isa in dict.fromkeys((row.phase, row.isa) for row in rows if row.engine == OURS):
         own = [row for row in rows if (row.phase, row.isa) == (phase, isa)]
         best = {
-            is_ours: [row for row in own if (row.engine == OURS) is is_ours]
-            for is_ours in (True, False)
+            row.engine == OURS: row for row in sorted(own, key=lambda row: row.tokens_per_second)
         }
-        if best[False]:
-            ours, peer = (
-                max(best[side], key=lambda row: row.tokens_per_second) for side in (True, False)
-            )
+        if len(best) == 2:
+            ours, peer = best[True], best[False]
             made.append(
                 {
                     "phase": phase,

@@ -29,8 +29,6 @@ BASE: dict[str, Any] = dict(
     learning_rate=2e-3,
     warmup_fraction=0.05,
     weight_decay=0.0,
-    ce_weight=0.0,
-    temperature=1.0,
     compile="on",
     loss_chunk_tokens=4096,
     validation_tokens=65536,
@@ -92,7 +90,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from sparse_bitnet.training.config import TrainConfig
     from sparse_bitnet.training.device import resolve_device, resolve_dtype
     from sparse_bitnet.training.loss import SummedLoss, held_out_windows, validation_loss
-    from sparse_bitnet.training.metrics import METRICS_FILE, read_rows
+    from sparse_bitnet.training.metrics import METRICS_FILE, TIMING_FILE, read_rows
     from sparse_bitnet.training.trainer import train
 
     choice, _, rate = name.partition(", ")
@@ -100,12 +98,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     values |= {"learning_rate": float(rate)} if rate else {}
     steps = max(1, options.tokens // (values["batch_size"] * values["sequence_length"]))
     out = options.runs / name.replace(" ", "-").replace(":", "of")
-    teacher = options.teacher
-    own = dict(init=teacher, teacher=teacher, data=options.data, out=str(out), steps=steps)
-    config = TrainConfig(**values, **own)
-    seconds: list[float] = []
-    result = train(config, on_step=lambda step: seconds.append(step["seconds"]))
-    curve = read_rows(out / METRICS_FILE)
+    own = dict.fromkeys(("init", "teacher"), options.teacher)
+    config = TrainConfig(**values, **own, data=options.data, out=str(out), steps=steps)
+    result = train(config)
+    curve, timing = (read_rows(out / file) for file in (METRICS_FILE, TIMING_FILE))
+    seconds = [row["seconds"] for row in timing]
     row = {
         "name": name,
         "text": f"{result.data['train']['tokens'] / 1e6:.1f} M tokens",

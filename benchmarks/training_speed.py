@@ -85,8 +85,7 @@ def main() -> None:
     config |= dict(batch_size=4, sequence_length=512, learning_rate=5e-4, threads=os.cpu_count())
     config |= dict(layer_metrics_every=0, checkpoint_every=0, validation_tokens=1, compile="on")
     if options.distill:
-        config |= dict(teacher=options.model, ce_weight=0.0, temperature=1.0)
-        config |= dict(reconstruction_windows=0)
+        config |= dict(teacher=options.model, reconstruction_windows=0)
     sides, turns = [], []
     with tempfile.TemporaryDirectory() as folder:
         for code in (OURS, PLAIN):

@@ -49,8 +49,8 @@ def real_patterns() -> str:
             less = np.expm1(mean[f"full {pattern}"] - mean["full 8:8"]) - cost
             lines[-1]["less"] = _interval(less, "points")
     columns = [("format", "{name}"), ("tokens", "{tokens:,}"), ("perplexity", "{perplexity:.2f}")]
-    columns += [("of documents", "{own:.2f}"), ("cost of the pattern", "{cost}")]
-    columns += [("less than in full precision", "{less}")]
+    columns += [("perplexity per document", "{own:.2f}"), ("cost of the pattern", "{cost}")]
+    columns += [("advantage over full precision", "{less}")]
     command = "python benchmarks/real_model.py TEACHER DATA RUNS --tokens 10000000"
     return filled(columns, [{"less": ""} | line for line in lines], command)
 
