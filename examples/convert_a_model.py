@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert any transformers causal LM, make one training step, save it, and load it back.
 
+pip install ".[train]"
 python examples/convert_a_model.py                     # a tiny Llama with random weights
 python examples/convert_a_model.py PATH_OR_HUB_ID      # a model of yours
 python examples/convert_a_model.py PATH_OR_HUB_ID full-2:4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user-defined score in a training run: weights in columns with a large norm are kept first.
 
-python examples/own_score.py
+pip install ".[train]" && python examples/own_score.py
 """
 
 import torch

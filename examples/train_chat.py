@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat fine-tuning with the commands: conversations to a packed model that answers.
 
-    python examples/train_chat.py
+    pip install ".[train]" && python examples/train_chat.py
 
 The model is tiny and random and learns to add. The same steps work for your model, and with `--lora 8`,
 which trains adapters alone. In a shell, the last step would be `sparse-bitnet chat packed` or

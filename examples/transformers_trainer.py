@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small sparse ternary Qwen2 under `transformers.Trainer`, on text that every machine has.
 
-    python examples/transformers_trainer.py
+    pip install ".[train]" accelerate && python examples/transformers_trainer.py
 
 The text is source files of Python's standard library, with one token per byte. Trainer prints loss, flip
 rate of the masks and zero fraction of the codes during training, then the loss on a held-out file.
