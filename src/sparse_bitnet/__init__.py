@@ -5,7 +5,6 @@ Importing this package imports neither torch nor transformers. Once transformers
 `from_pretrained` loads our checkpoints.
 """
 
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util

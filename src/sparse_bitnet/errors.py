@@ -27,9 +27,7 @@ def os_errors_as(failure: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{failure}: {error.strerror or error}{remedy and f'; {remedy}'}"
-        ) from error
+        raise UserError(f"{failure}: {error.strerror or error}{remedy}") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from zlib_ng import zlib_ng
@@ -19,8 +19,6 @@ from sparse_bitnet.errors import UserError, os_errors_as
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 TEMPORARY_PREFIX = ".tmp-"
-
-_CHUNK_BYTES = 1 << 24
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
@@ -33,17 +31,16 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
         raise UserError(f"cannot write {path}: not a name for a file")
     content = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    with os_errors_as(f"cannot write {path}"):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:
@@ -144,13 +141,11 @@ def locked_folder(folder: Path, busy: str) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     make_folder(folder)
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        held = lock.acquire()
-    except Timeout:
-        raise UserError(busy) from None
-    except OSError as error:
-        raise UserError(f"cannot lock {folder}: {error.strerror or error}") from error
+    with os_errors_as(f"cannot lock {folder}"):
+        try:
+            held = FileLock(folder / ".lock", timeout=0).acquire()
+        except Timeout:
+            raise UserError(busy) from None
     with held:
         yield
 
@@ -159,7 +154,7 @@ def file_crc32(path: Path) -> int:
     """Return the CRC-32 of a file; releases the GIL while it computes."""
     checksum = 0
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(1 << 24):
             checksum = zlib_ng.crc32(chunk, checksum)
     return checksum
 

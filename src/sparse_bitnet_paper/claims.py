@@ -134,8 +134,7 @@ def collapse_densities(results: Results) -> pd.DataFrame:
 def _crossing(densities: Sequence[float], norm_ppl: Sequence[float]) -> float:
     for (dense, low), (sparse, high) in pairwise(zip(densities, norm_ppl, strict=True)):
         if high > COLLAPSE:
-            share = max(0.0, (COLLAPSE - low) / (high - low))
-            return dense + (sparse - dense) * share
+            return dense + (sparse - dense) * max(0.0, (COLLAPSE - low) / (high - low))
     return densities[-1]
 
 
@@ -176,9 +175,8 @@ def _flips(results: Results) -> Iterator[Claim]:
     base, frozen, ternary_mask, masked_scale = (
         flip_curves(results, format) for format in ABLATIONS.values()
     )
-    decay = np.log2(flip_means(base, end=0.25) / flip_means(base, start=0.75))
     for name, values in (
-        ("flips-decay", decay),
+        ("flips-decay", np.log2(flip_means(base, end=0.25) / flip_means(base, start=0.75))),
         ("flips-without-gradient", octaves(base, frozen)),
         ("flips-of-ternary-masks", octaves(ternary_mask, base)),
         ("flips-of-masked-scales", octaves(base, masked_scale)),
@@ -221,8 +219,7 @@ def flip_means(
     curves: pd.DataFrame, key: str = "flip_rate", start: float = 0, end: float = 1
 ) -> pd.Series:
     """Return by seed the mean of `key` over a part of the steps."""
-    part = curves[(curves.share > start) & (curves.share <= end)]
-    return part.groupby("seed")[key].mean()
+    return curves[(curves.share > start) & (curves.share <= end)].groupby("seed")[key].mean()
 
 
 def octaves(first: pd.DataFrame, second: pd.DataFrame, **part: Any) -> pd.Series:

@@ -152,10 +152,8 @@ def course_figures(results: Results) -> dict[str, str]:
             # Zero has no place on a logarithmic axis: a gap.
             flips.append((_mean(100 * first.flip_rate.where(first.flip_rate > 0)), line))
             twins = zip(runs, curves[dense], strict=True)
-            cost = pd.concat(
-                [own.loss.dropna() - twin.loss.dropna() for own, twin in twins], axis=1
-            )
-            cost = cost.rolling(SMOOTH, center=True, min_periods=1).mean()
+            apart = [own.loss.dropna() - twin.loss.dropna() for own, twin in twins]
+            cost = pd.concat(apart, axis=1).rolling(SMOOTH, center=True, min_periods=1).mean()
             style = {"color": COLOURS[weight], "label": weight}
             costs.append((cost.agg(["mean", "min", "max"], axis=1), style))
         losses.append((_mean(first.loss), line))

@@ -59,7 +59,6 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measu
         device=device,
         dtype=dtype,
     )
-    train_tokens = TokenDataset.open(config.data, "train")
     row = {
         "name": run.name,
         "model": config.model,
@@ -68,7 +67,7 @@ def train_and_measure(out: Path, data: Path, run: Run, on_step: OnStep) -> Measu
         "recipe": "",
         "steps": config.steps,
         "tokens": result.tokens,
-        "epochs": result.tokens / len(train_tokens),
+        "epochs": result.tokens / len(TokenDataset.open(config.data, "train")),
         "tokens_per_weight": result.tokens / sum(each.numel() for each in model.parameters()),
         "perplexity": held_out.perplexity,
         "loss": held_out.mean_nll,
@@ -135,8 +134,7 @@ def weight_history(config: TrainConfig, final: pd.DataFrame, pattern: NMPattern)
     history = {0: count_model(initial, pattern=pattern)}
     for checkpoint in list_checkpoints(Path(config.out)):
         # A checkpoint saved on an interruption lies between the regular ones.
-        regular = checkpoint.step % config.checkpoint_every == 0
-        if regular and checkpoint.step < config.steps:
+        if checkpoint.step % config.checkpoint_every == 0 and checkpoint.step < config.steps:
             history[checkpoint.step] = count_checkpoint(checkpoint.path, pattern=pattern)
     history[config.steps] = final
     masses = {step: shares(layers)["near_zero_mass"] for step, layers in history.items()}

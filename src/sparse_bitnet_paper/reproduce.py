@@ -86,16 +86,14 @@ def reproduce(
             tokens = {key: text.pop(key, None) for key in ("tokenizer", "vocab_size")}
             prepare(parse_source(text.pop("source"), **text), data, **tokens)
         splits = [TokenDataset.open(data, split) for split in SPLITS]
-        identity = {split.split: split.identity() for split in splits}
-        results.open(make_setting(scale, identity))
+        results.open(make_setting(scale, {split.split: split.identity() for split in splits}))
         pending = [run for run in runs if run.name not in set(results.rows.name)]
         at_once = min(workers or default_workers(scale), max(1, len(pending)))
         with Progress(console, plain_lines=5) as progress:
             queue = _Queue(results, pending, progress)
             for run, result in _trained(queue, out, data, queue.step, at_once):
                 queue.end(run, result)
-    trained = queue.ended - len(queue.failed)
-    return Outcome(trained, len(runs) - len(pending), tuple(queue.failed))
+    return Outcome(queue.ended - len(queue.failed), len(runs) - len(pending), tuple(queue.failed))
 
 
 def score(

@@ -59,8 +59,7 @@ def config_hash(config: TrainConfig) -> str:
         for name, value in dataclasses.asdict(config).items()
         if name not in NOT_IN_NAME and value != defaults[name]
     }
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=5).hexdigest()
 
 
 def run_of(scale: Scale, model: str, format: str, seed: int, **changes: Any) -> Run:

@@ -111,8 +111,7 @@ class Estimate:
             return LEAST_SEEDS
         ratio, freedom = abs(effect) / self.deviation, self.freedom / max(1, self.count - 1)
         # As many as with a deviation that is known, then more until it is known well enough.
-        least = normal_sample_size_one_tail(ratio, 0.8, level / 2)
-        seeds = max(LEAST_SEEDS, math.ceil(least))
+        seeds = max(LEAST_SEEDS, math.ceil(normal_sample_size_one_tail(ratio, 0.8, level / 2)))
         power = partial(ttest_power, ratio, alpha=level / 2, alternative="larger")
         while power(seeds, df=freedom * (seeds - 1)) < 0.8:
             seeds += 1

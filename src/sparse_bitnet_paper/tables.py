@@ -139,8 +139,7 @@ def sparsity_costs(perplexity: pd.DataFrame) -> pd.DataFrame:
 
 def beside_paper(ours: pd.DataFrame, pattern: str, place: int) -> pd.DataFrame:
     """Return `ours`, columns of the four models, beside the paper's at its size of that place, if any."""
-    sizes = list(paper_perplexities(pattern).items())[place : place + 1]
-    for size, perplexity in sizes:
+    for size, perplexity in list(paper_perplexities(pattern).items())[place : place + 1]:
         theirs = perplexity_columns(perplexity)[["PPL", "Δ %"]]
         ours = ours.join(theirs.set_axis(ours.index).add_prefix(f"paper {size}: "))
     return ours
@@ -211,8 +210,7 @@ def recipes(results: Results) -> dict[str, tuple[dict[str, pd.DataFrame], Estima
     by_recipe = {}
     for name, own in rows.items():
         alike = [losses[n].add_prefix(n) for n in rows if steps[n] == steps[name]]
-        cost = cost_estimate(losses[name], residual_of(pd.concat(alike, axis=1)))
-        by_recipe[name] = (own, cost)
+        by_recipe[name] = (own, cost_estimate(losses[name], residual_of(pd.concat(alike, axis=1))))
     return by_recipe
 
 

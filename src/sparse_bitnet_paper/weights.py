@@ -42,8 +42,6 @@ from sparse_bitnet_paper.weight_counts import (
     shares,
 )
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 def count_weights(
     name: str, weight: Tensor, config: SparseBitConfig, *, pattern: NMPattern | None = None
@@ -129,8 +127,7 @@ def count_checkpoint(
         dense = set(stored.entry["modules_to_not_convert"])
     left_out = SparseBitConfig(dense_layers=dense_layers)
     files = WeightFiles.in_folder(folder)
-    names = [key.removesuffix(".weight") for key in files.shapes]
-    left_out.check_dense_layers(names, str(folder))
+    left_out.check_dense_layers([key.removesuffix(".weight") for key in files.shapes], str(folder))
     matrices: Iterable[tuple[str, Tensor]] = _block_matrices(files)
     if stored.kind == "packed":
         matrices = ()
@@ -152,11 +149,9 @@ def count_checkpoint(
 def _block_matrices(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     for key in sorted(files.shapes, key=_natural):
         name = key.removesuffix(".weight")
-        if name == key or _block_index(name) is None or len(files.shapes[key]) != 2:
-            continue
-        weight = files.read(key)
-        if weight.dtype in _FLOATS:
-            yield name, weight
+        is_matrix = files.dtypes[key] in FLOATS and len(files.shapes[key]) == 2
+        if is_matrix and name != key and _block_index(name) is not None:
+            yield name, files.read(key)
 
 
 def _histogram(values: Tensor, low: float) -> np.ndarray:

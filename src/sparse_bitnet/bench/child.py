@@ -148,8 +148,7 @@ class EngineMeter:
 
         Every sequence starts with the same `context` tokens and shares their memory with the others.
         """
-        base = self._context(context)
-        sequences = [base.fork() for _ in range(batch)]
+        sequences = [self._context(context).fork() for _ in range(batch)]
         tokens = [[token] for token in self._tokens(batch)]
         entries = list(zip(sequences, tokens, strict=True))
         began = time.perf_counter()

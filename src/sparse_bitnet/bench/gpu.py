@@ -149,17 +149,15 @@ def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row])
     if trains:
         make_deterministic(device)
     for name in variants if wanted and not trains else ():
-        model = build(options, name, pattern, torch.bfloat16)
-        models[name] = for_inference_(model, name)
+        models[name] = for_inference_(build(options, name, pattern, torch.bfloat16), name)
     make = _prefill if phase == "prefill" else _decode
     for size in wanted:
         taken: dict[str, list[float]] = {}
         for name in variants if trains else ():
             step = partial(_training_step, name, options, pattern, size, length)
             taken |= interleaved({name: step}, options)
-        taken |= interleaved(
-            {n: partial(make, m, size, options) for n, m in models.items()}, options
-        )
+        makers = {n: partial(make, m, size, options) for n, m in models.items()}
+        taken |= interleaved(makers, options)
         for name in variants:
             seconds = taken.get(name)  # None: out of memory
             median = statistics.median(seconds) if seconds else None

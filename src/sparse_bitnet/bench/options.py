@@ -62,7 +62,6 @@ class BenchOptions:
     """Measure less: two prompt lengths, decode of one sequence without context, all threads, 3 rounds."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for sizes that cannot be measured."""
         check_least(self, threads=1, prefill=1, batches=1, contexts=0, steps=1, rounds=1)
         if self.quick:
             refuse_unused(self, ("prefill", "contexts", "batches"), "--quick takes its own")
@@ -100,7 +99,6 @@ class GpuBenchOptions:
     """Try the command on the CPU with a tiny model; the numbers mean nothing."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for sizes that cannot be measured."""
         if self.rehearse:
             self.model, self.rounds, self.context = "qwen2.5-0.3m", 1, 16
             self.tokens, self.batch = (32,), (2,)

@@ -199,8 +199,7 @@ class BitnetFolder(ForeignFolder):
         """Give each linear layer of the model, except the head, a norm of its input."""
         # transformers, which makes them for `use_rms_norm`, reads the entry alone.
         values = self.entry if self.entry.get("use_rms_norm") else self.config | self.entry
-        fields = Fields(values, f"{self.folder}/config.json: ")
-        epsilon = fields.optional("rms_norm_eps", 1e-6)
+        epsilon = Fields(values, f"{self.folder}/config.json: ").optional("rms_norm_eps", 1e-6)
         for name, module in self.model.named_modules():
             if type(module) is nn.Linear and name != "lm_head":
                 module.norm = nn.RMSNorm(module.in_features, eps=epsilon, device="meta")
@@ -350,8 +349,7 @@ class TernaryFloats(ForeignFolder):
         return name != "lm_head" and _looks_ternary(self.files, f"{name}.weight")
 
     def ternary(self, layer: str) -> TernaryWeight:
-        ternary = ternary_of_floats(self.master(layer), layer)
-        if ternary is None:
+        if (ternary := ternary_of_floats(self.master(layer), layer)) is None:
             raise UserError(
                 f"layer {layer} of {self.folder} is not ternary, though its first rows are"
             )

@@ -34,7 +34,6 @@ _NAMES = dict(enumerate(_OF_GGML.split())) | {39: "MXFP4"}
 _OF_LLAMA_CPP = 100
 """Limit of llama.cpp's type numbers; other tools give their types higher ones."""
 
-
 _NOT_GGUF = {b"vers": "a Git LFS pointer stands in its place: git lfs pull"} | dict.fromkeys(
     (b"lmgg", b"fmgg", b"tjgg", b"algg"), "GGML from before GGUF: convert it again"
 )
@@ -66,21 +65,17 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises `UserError` for a file that is damaged, cut off or of another version."""
         self.path, self.i2_s = path, I2_S
-        try:
-            with (
-                open(path, "rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-            ):
-                reader = _Reader(data)
-            self.metadata, self.tensors = reader.metadata, reader.tensors
-            # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
-            self._padding = max(64, reader.alignment)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-        except (ValueError, struct.error) as error:
-            raise UserError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+        with os_errors_as(f"cannot read {path}"), open(path, "rb") as file:
+            try:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    reader = _Reader(data)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+            except (ValueError, struct.error) as error:
+                raise UserError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+        self.metadata, self.tensors = reader.metadata, reader.tensors
+        # What follows a tensor begins at a multiple of the alignment, of some 32 bytes.
+        self._padding = max(64, reader.alignment)
         others = {key: v for key, v in self.metadata.items() if not key.startswith(PREFIX)}
         check_basis(others, str(path))
 

@@ -196,15 +196,11 @@ class TrainedCheckpoint(Checkpoint):
 
 def register() -> None:
     """Enter our two methods in transformers' registry of quantizers; a second call does nothing."""
-    from transformers.quantizers.auto import (
-        AUTO_QUANTIZER_MAPPING,
-        register_quantization_config,
-        register_quantizer,
-    )
+    from transformers.quantizers import auto
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
+    if QUANT_METHOD in auto.AUTO_QUANTIZER_MAPPING:
         return
 
     class Entry(QuantizationConfigMixin):
@@ -254,5 +250,5 @@ def register() -> None:
             finish_model_(model)
 
     for method, quantizer in (("sparse_bitnet", MastersQuantizer), (QUANT_METHOD, PackedQuantizer)):
-        register_quantization_config(method)(Entry)
-        register_quantizer(method)(quantizer)
+        auto.register_quantization_config(method)(Entry)
+        auto.register_quantizer(method)(quantizer)

@@ -182,8 +182,7 @@ def load_tokenizer(
         if not (places := [each for each in inside if has_tokenizer(each)]):
             raise UserError(f"{failure}: it has no tokenizer.json{gguf_inside(folder)}")
         folder = places[0]
-    exact = (folder / "tokenizer.json").exists()
-    loader: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
+    loader: Any = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
     with library_errors_as(failure):
         tokenizer = load_with(loader.from_pretrained, folder)
     if not tokenizer.is_fast:

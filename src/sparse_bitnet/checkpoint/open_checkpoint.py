@@ -153,8 +153,7 @@ def fingerprint(path: str) -> str:
     weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     for file in [folder] if folder.is_file() else sorted([folder / "config.json", *weights]):
         with os_errors_as(f"cannot read {file}"), open(file, "rb") as opened:
-            while block := opened.read(1 << 24):
-                content.update(block)
+            hashlib.file_digest(opened, lambda: content)
     return content.hexdigest()
 
 

@@ -26,7 +26,6 @@ def on_cpu(options: BenchOptions, out: Path | None = None) -> None:
     `sparse-bitnet bench gpu --help`: the same for an NVIDIA GPU.
 
     Args:
-        options: what to measure.
         out: Append the rows to this JSON-lines file.
     """
     from rich.console import Console
@@ -59,7 +58,6 @@ def on_gpu(options: GpuBenchOptions, out: Path = Path("gpu-results")) -> None:
     After an interruption or a failure, the same command measures what is missing.
 
     Args:
-        options: what to measure.
         out: Folder to write rows.jsonl and index.html to.
     """
     import torch

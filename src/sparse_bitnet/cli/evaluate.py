@@ -94,7 +94,6 @@ class EvaluateConfig:
     """JSON file to write the result to; results of tasks have lm-eval's layout."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` that names the option."""
         check_least(self, fewshot=0, limit=1, context_length=1)
         check_least(self, batch_size=1, max_tokens=0, threads=1)
         others, kind = (_OF_TEXT, "--data") if self.tasks else (_OF_TASKS, "--tasks")
@@ -113,7 +112,6 @@ def main(checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."], config: Eval
     Args:
         checkpoints: Run folder, checkpoint folder, GGUF file, or any transformers folder or hub id.
             Several, such as a student and its teacher, are compared in one table.
-        config: text or tasks to score, and the settings.
     """
     if bool(config.tasks) == bool(config.data):
         raise UserError("give either --data (measures perplexity) or --tasks (measures accuracy)")

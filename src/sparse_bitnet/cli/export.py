@@ -23,7 +23,6 @@ def run(checkpoint: CheckpointArgument, out: OutArgument, config: ExportConfig) 
     Args:
         checkpoint: Run folder, checkpoint folder, or packed folder.
         out: New folder to write.
-        config: format and options.
     """
     from rich.console import Console
 
@@ -74,7 +73,6 @@ def import_(checkpoint: CheckpointArgument, out: OutArgument, config: ImportConf
     Args:
         checkpoint: Folder or hub id of the ternary checkpoint, or a .gguf file.
         out: New folder to write, for `train --init`, `evaluate`, `generate` and `pack`.
-        config: options.
     """
     from rich.console import Console
 

@@ -81,7 +81,6 @@ class SpeculationOptions:
     so far has no repetition to copy."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` that names the option."""
         if not 0 <= self.speculative_tokens <= 63:
             raise UserError(f"--speculative-tokens {self.speculative_tokens}: must be 0 to 63")
         if self.draft is not None and self.speculative_tokens == 0:
@@ -162,10 +161,6 @@ def main(
     Args:
         checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
             hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf).
-        config: the prompt, and the limits of its continuation.
-        text: sampling, stop strings and structured output.
-        speculation: limits of the draft tokens.
-        engine: the engine that computes the text.
     """
     check_least(config, max_tokens=1)
     grammar = text.grammar()
@@ -252,10 +247,6 @@ def chat(
     Args:
         checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers
             folder or hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf). The model needs a chat template.
-        config: the conversation.
-        text: sampling, stop strings and structured output of the answers.
-        speculation: limits of the draft tokens.
-        engine: the engine that computes the answers.
     """
     check_least(config, max_tokens=1)
     grammar = text.grammar()

@@ -45,7 +45,6 @@ def main(
     Args:
         checkpoint: Run folder, checkpoint folder, or folder that `import` wrote.
         out: New folder to write.
-        config: formats.
     """
     from rich.console import Console
 

@@ -41,8 +41,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
         result = quickstart(config, console)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(str(stop) or "stopped; run the same command to resume") from stop
-    title = f"Held-out perplexity, {config.model}, {config.source}"
-    result.comparison.print(console, title)
+    result.comparison.print(console, f"Held-out perplexity, {config.model}, {config.source}")
     console.print(f"\n{result.verdict}", highlight=False)
     heading = f"\nternary-{config.pattern} continues {config.prompt!r}:"
     console.print(heading, style="bold", highlight=False, markup=False)
@@ -98,11 +97,7 @@ class ReproduceConfig(DenseLayersOption):
 
 @command("reproduce")
 def reproduce(options: ReproduceConfig) -> None:
-    """Train the models of the paper's experiments. The same command resumes after an interruption.
-
-    Args:
-        options: what to train.
-    """
+    """Train the models of the paper's experiments. The same command resumes after an interruption."""
     from rich.console import Console
 
     check_least(options, workers=1, limit=1)
@@ -242,11 +237,7 @@ class AnalyzeConfig(DenseLayersOption):
 
 @command("analyze")
 def analyze(options: AnalyzeConfig) -> None:
-    """Write weight histograms, pruning thresholds, and shares of near-zero weights and zero codes.
-
-    Args:
-        options: checkpoints, and the folder of the result.
-    """
+    """Write weight histograms, pruning thresholds, and shares of near-zero weights and zero codes."""
     from rich.console import Console
     from rich.text import Text
 

@@ -82,9 +82,6 @@ def main(
     Args:
         checkpoint: Packed folder, run folder, checkpoint folder, GGUF file, or any transformers folder or
             hub id (OWNER/NAME@REVISION, OWNER/NAME/FILE.gguf).
-        config: address, access and limits.
-        speculation: limits of the draft tokens.
-        engine: the engine.
     """
     from sparse_bitnet.generation.conversation import ChatTemplate
     from sparse_bitnet.generation.open_model import open_model

@@ -116,7 +116,7 @@ class ShardWriter:
         return self._path.with_suffix(".partial")
 
     def _writing(self) -> AbstractContextManager[None]:
-        return os_errors_as(f"cannot write {self._path}", "the same command resumes")
+        return os_errors_as(f"cannot write {self._path}", "; the same command resumes")
 
     def _close_shard(self) -> None:
         assert self._file is not None

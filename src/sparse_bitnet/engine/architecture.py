@@ -42,13 +42,9 @@ _MOST_DELTA_HEADS, _MOST_TAPS = 2730, 8
 _MOST_HIDDEN = 1 << 17
 """The largest hidden size: sums over an output head of int8 then fit into 32 bits (csrc/matmul.h)."""
 
-_HEAD_NORMS = {
-    **dict.fromkeys(
-        ("qwen3", GEMMA3, QWEN35), ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-    ),
-    HUNYUAN: ("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
-}
-"""Norms of queries and keys by their names in the block; Hunyuan's are of rotated ones."""
+_HEAD_NORMS = dict.fromkeys(("qwen3", GEMMA3, QWEN35), ("q_norm", "k_norm"))
+_HEAD_NORMS |= {HUNYUAN: ("query_layernorm", "key_layernorm")}
+"""Norms of queries and keys by their names in the attention; Hunyuan's are of rotated ones."""
 
 BLOCK_LINEARS = {
     "q": "self_attn.q_proj",
@@ -189,7 +185,7 @@ class Architecture:
                 named[norm] = (f"{name}.norm.weight", shapes[key][1:])
         names = _HEAD_NORMS.get(self.model_type, ())
         for key, name in zip(("q_norm", "k_norm"), names, strict=False):
-            named[key] = (name, (self.head_dim,))
+            named[key] = (f"self_attn.{name}.weight", (self.head_dim,))
         return named
 
 

@@ -65,9 +65,8 @@ class Engine(InferenceEngine):
             self.kv_cache: str = options.kv_cache
             if options.kv_cache == "auto":
                 self.kv_cache = _cache_type(weights)
-            group = _activation_group(model, options.activations)
             self._decoder: Any = _cpu.Decoder(
-                _decoder_model(model, weights, group),
+                _decoder_model(model, weights, _activation_group(model, options.activations)),
                 threads,
                 _cpu.CacheType[self.kv_cache],
                 self.context_length,

@@ -10,7 +10,6 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from sparse_bitnet.errors import UserError, check_least
 from sparse_bitnet.host import MOST_THREADS
 
-EngineName = Literal["auto", "cpu", "transformers"]
 WeightFormat = Literal["auto", "stored", "i2", "b3", "lookup"]
 
 
@@ -18,7 +17,7 @@ WeightFormat = Literal["auto", "stored", "i2", "b3", "lookup"]
 class EngineOptions:
     """Options that choose and configure the inference engine."""
 
-    engine: EngineName = "auto"
+    engine: Literal["auto", "cpu", "transformers"] = "auto"
     """Inference engine. cpu runs packed models, and packs ternary models of other tools first.
     transformers runs any model that it can load. auto: cpu if it can run the model."""
 
@@ -53,7 +52,6 @@ class EngineOptions:
     """KV cache in tokens, for all sequences. Default: context length; in serve 1024 x --max-running."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` that names the option."""
         for name, hint in get_type_hints(type(self)).items():
             value, choices = getattr(self, name), get_args(hint)
             if get_origin(hint) is Literal and value not in choices:

@@ -61,8 +61,7 @@ def score(logits: np.ndarray, token: int, top: int) -> TokenScore:
         order = (best,)
     elif top:
         # The partition may omit equal values, so keep everything as high as its last.
-        least = np.partition(logits, -top)[-top]
-        high = np.flatnonzero(logits >= least)
+        high = np.flatnonzero(logits >= np.partition(logits, -top)[-top])
         order = high[np.argsort(-logits[high], kind="stable")][:top]
     likeliest = [_PAIR.pack(index, max(float(logits[index]) - total, _LEAST)) for index in order]
     return TokenScore(token, max(float(logits[token]) - total, _LEAST), b"".join(likeliest))

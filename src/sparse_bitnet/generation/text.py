@@ -82,9 +82,8 @@ class TextTokenizer:
             text.encode()
         with library_errors_as("the model's tokenizer.json cannot encode this text"):
             # Encoding a batch, unlike a single text, lets other threads run.
-            (encoding,) = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            encode = self._tokenizer.encode_batch_fast
+            (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -147,5 +147,4 @@ def _float32(scales: Values) -> np.ndarray:
 def _common(scales: Values, matters: Values) -> Values:
     """Return the scale that all runs of each part share, [parts], or None if some differ."""
     highest = _library(scales).amax(scales * matters, 1)
-    same = (scales == highest[:, None]) | ~matters
-    return highest if same.all() else None
+    return highest if ((scales == highest[:, None]) | ~matters).all() else None

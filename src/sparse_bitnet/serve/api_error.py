@@ -41,8 +41,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {where}", param=where, code="unknown_parameter")
     if kind == "missing":
-        code = "missing_required_parameter"
-        return ApiError(400, f"{where} is missing", param=param, code=code)
+        return ApiError(400, f"{where} is missing", param=param, code="missing_required_parameter")
     # Python refuses to print integers with thousands of digits.
     is_short = isinstance(given, str | float) or (type(given) is int and abs(given) < 2**64)
     shown = f", not {given!r:.60}" if is_short else ""

@@ -145,8 +145,7 @@ class FunctionTool(Replayed):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool for a chat template."""
-        shown = {"name", "description", "parameters"}
-        function = self.model_dump(include=shown, exclude_none=True)
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": "function", "function": function}
 
 

@@ -228,8 +228,7 @@ def _delta(pieces: Iterable[str | CallPiece]) -> dict[str, Any]:
         if isinstance(piece, str):
             content += piece
             continue
-        blank = {"index": piece.index, "function": {"arguments": ""}}
-        call = calls.setdefault(piece.index, blank)
+        call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
         if piece.name is not None:
             call |= {"id": piece.id, "type": "function"}
             call["function"]["name"] = piece.name
