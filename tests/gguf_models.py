@@ -136,9 +136,7 @@ def quantised(type: str) -> Write:
     return write
 
 
-def add_bytes(
-    writer: Any, name: str, shape: tuple[int, ...], data: np.ndarray, type_id: int
-) -> None:
+def add_bytes(writer: Any, name: str, shape: tuple[int, ...], data: np.ndarray, type_id: int):
     """Add a tensor of a type that gguf-py lacks."""
     writer.add_tensor_info(name, shape, np.dtype(np.int8), data.nbytes, raw_dtype=type_id)
     writer.tensors[-1][name].tensor = data

@@ -44,9 +44,7 @@ class TestWriteAtomic:
         assert old.read_text() == "old"
         assert os.listdir(old.parent) == ["file"]
 
-    def test_killed_half_way_keeps_the_old(
-        self, old: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_killed_half_way_keeps_the_old(self, old: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(os, "replace", Mock(side_effect=Killed))
         with pytest.raises(Killed):
             write_atomic(old, "new")

@@ -13,15 +13,8 @@ import pytest
 from rich.console import Console
 
 from one_process import run_python
+from sparse_bitnet.bench import interleaved
 from sparse_bitnet.bench.child import read_bytes
-from sparse_bitnet.bench.interleaved import (
-    RooflineMeter,
-    others_share,
-    processor_seconds,
-    run,
-    table,
-    turns,
-)
 from sparse_bitnet.bench.options import BenchOptions
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.presets import Shape
@@ -53,7 +46,9 @@ def pretend(tmp_path: Path, model: object, **options) -> tuple[list, list[str]]:
     small = {"threads": (1,), "prefill": (9,), "contexts": (0,), "batches": (1,)}
     log = tmp_path / "log"
     options = {"model": str(model)} | ({} if "quick" in options else small) | options
-    rows = run(BenchOptions(**options), child=("-c", PRETENDER, str(log)), read_bytes=1 << 20)
+    rows = interleaved.run(
+        BenchOptions(**options), child=("-c", PRETENDER, str(log)), read_bytes=1 << 20
+    )
     return rows, log.read_text().splitlines()
 
 
@@ -77,9 +72,7 @@ def test_rows_hold_medians_rates_and_shares(tmp_path: Path, tiny_folder: Path) -
         assert row["memory_share"] == pytest.approx(expected)
 
 
-def test_prompts_and_contexts_end_where_the_models_positions_do(
-    tmp_path: Path, tiny_folder: Path
-) -> None:
+def test_prompts_and_contexts_end_where_the_models_positions_do(tmp_path: Path, tiny_folder: Path):
     positions = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
     far = (positions + 1,)
     rows, _ = pretend(tmp_path, tiny_folder, prefill=far, contexts=far)
@@ -112,7 +105,7 @@ def test_sizes_that_do_not_fit_are_refused(options: dict, words: str) -> None:
 def test_the_table_shows_every_measurement(tmp_path: Path, tiny_folder: Path) -> None:
     rows, _ = pretend(tmp_path, tiny_folder, threads=(1, 2), rounds=1)
     console = Console(width=200, file=io.StringIO())
-    console.print(table(rows))
+    console.print(interleaved.table(rows))
     text = console.file.getvalue()
     for words in ("prefill 9", "decode, context 0, batch 1", "i2, int8, 2 threads, generic"):
         assert words in text
@@ -131,9 +124,7 @@ def test_a_pattern_is_refused_for_a_model_with_its_own(
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen2"}'])
-def test_a_model_that_is_neither_preset_nor_packed_is_refused(
-    tmp_path: Path, config: str | None
-) -> None:
+def test_a_model_that_is_neither_preset_nor_packed_is_refused(tmp_path: Path, config: str | None):
     if config:
         (tmp_path / "config.json").write_text(config)
     out = tmp_path / "rows.jsonl"
@@ -193,7 +184,7 @@ assert not {{"torch", "transformers"}} & {{*sys.modules}}
 
 
 def test_every_job_comes_once_a_round_within_its_group() -> None:
-    order = [job for _, job in turns([["a", "b", "c"], ["d"]], 8)]
+    order = [job for _, job in interleaved.turns([["a", "b", "c"], ["d"]], 8)]
     rounds = [order[first : first + 4] for first in range(0, 32, 4)]
     assert all(set(jobs[:3]) == {"a", "b", "c"} and jobs[3] == "d" for jobs in rounds)
     assert len({tuple(jobs) for jobs in rounds}) > 1
@@ -202,7 +193,7 @@ def test_every_job_comes_once_a_round_within_its_group() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_roofline_meter_returns_plausible_speeds(threads: int) -> None:
     _cpu = pytest.importorskip("sparse_bitnet._cpu")
-    meter = RooflineMeter(threads, ["generic"], read_bytes=8 << 20)
+    meter = interleaved.RooflineMeter(threads, ["generic"], read_bytes=8 << 20)
     for _ in range(2):
         meter.visit()
     median = meter.result("generic")
@@ -234,10 +225,10 @@ def test_the_roofline_refuses_sizes_that_it_cannot_measure(method: str, argument
 
 @pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="Linux only")
 def test_processor_time_of_ended_children_counts_as_ours() -> None:
-    before = processor_seconds()
+    before = interleaved.processor_seconds()
     assert before is not None
-    share = others_share(before)
+    share = interleaved.others_share(before)
     assert share is None or 0 <= share <= 1
     subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
-    assert processor_seconds()[2] > before[2]
-    assert others_share(None) is None
+    assert interleaved.processor_seconds()[2] > before[2]
+    assert interleaved.others_share(None) is None

@@ -74,9 +74,7 @@ def test_config_is_that_of_the_preset(tiny_preset: str) -> None:
             assert expected[key] == value, key
 
 
-def test_cache_keeps_each_variant_once_and_the_model_predicts(
-    tmp_path: Path, tiny_preset: str
-) -> None:
+def test_cache_keeps_each_variant_once_and_the_model_predicts(tmp_path: Path, tiny_preset: str):
     first = cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path)
     (first / "mark").touch()
     assert cached_random_model(tiny_preset, NMPattern(5, 16), cache=tmp_path) == first

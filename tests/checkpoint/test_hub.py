@@ -60,9 +60,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     @pytest.mark.parametrize("family", MODEL_FAMILIES)
-    def test_transformers_alone_loads_every_family(
-        self, family: str, tied: bool, tmp_path: Path
-    ) -> None:
+    def test_transformers_alone_loads_every_family(self, family: str, tied: bool, tmp_path: Path):
         model = convert_(tiny_model(family, tie_word_embeddings=tied), SparseBitConfig())
         model.save_pretrained(tmp_path)
         assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), model)
@@ -81,9 +79,7 @@ class TestRoundTrip:
         assert loaded.dtype == torch.bfloat16
         assert_same_model(loaded, model)
 
-    def test_reconverted_after_loading_saves_the_new_format(
-        self, saved: Path, tmp_path: Path
-    ) -> None:
+    def test_reconverted_after_loading_saves_the_new_format(self, saved: Path, tmp_path: Path):
         model = convert_(from_pretrained(saved), SparseBitConfig.parse("full-2:4"))
         model.save_pretrained(tmp_path)
         assert_same_model(from_pretrained(tmp_path), model)

@@ -19,9 +19,7 @@ from sparse_bitnet.errors import UserError
         (b"[1]", "not a JSON object"),
     ],
 )
-def test_a_file_without_a_json_object_is_named(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_a_file_without_a_json_object_is_named(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     for read in (lambda: read_config(tmp_path), lambda: read_json_if_there(path)):

@@ -134,9 +134,7 @@ class TestInit:
             ({"model_type": "x9"}, "x9"),
         ],
     )
-    def test_impossible_configs_are_one_line(
-        self, dense: Path, changes: dict, message: str
-    ) -> None:
+    def test_impossible_configs_are_one_line(self, dense: Path, changes: dict, message: str):
         config = json.loads((dense / "config.json").read_text()) | changes
         with pytest.raises(UserError, match=message) as raised:
             skeleton(config, dense)

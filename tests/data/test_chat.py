@@ -43,9 +43,7 @@ def learnt_text(tokenizer: Any, tokens: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("template", [BY_PROMPTS, BY_MARKS], ids=["prompts", "marks"])
-def test_assistant_words_are_learnt(
-    tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assistant_words_are_learnt(tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     messages = conversation("one?", "öne!", "two?", "two and ö")
     tokens = encode(tokenizer, json.dumps(messages))
@@ -87,9 +85,7 @@ IN_A_MACRO = (
         (["one?", "", "two?", "one"], BY_PROMPTS, "<|endoftext|>one<|endoftext|>"),
     ],
 )
-def test_no_token_outside_of_the_answers_is_learnt(
-    contents: list[str], template: str, learnt: str
-) -> None:
+def test_no_token_outside_of_the_answers_is_learnt(contents: list[str], template: str, learnt: str):
     tokenizer = train_tokenizer(iter(["one and at two is three? <|user|><|assistant|>"] * 3), 300)
     assert tokenizer.tokenize("at") == ["at"], "no token of its own: the t of NO_HEADERS' answers"
     assert pieces_learnt(tokenizer, template, conversation(*contents)) == [learnt]
@@ -228,9 +224,7 @@ def test_windows_hold_each_answer_once_and_whole_conversations_if_they_fit(
     assert all({one, one[:-1]} & segments for one in fitting)
 
 
-def test_batches_of_conversations_have_positions_and_the_learnt_count_of_all_ranks(
-    chats: Path,
-) -> None:
+def test_batches_of_conversations_have_positions_and_the_learnt_count_of_all_ranks(chats: Path):
     options: Any = {"sequence_length": 64, "batch_size": 4, "seed": 0}
     loader = TokenLoader(TokenDataset.open(chats / "data"), **options)
     halves = [TokenLoader(loader.dataset, **options, rank=r, world_size=2) for r in range(2)]
@@ -277,9 +271,7 @@ ASKED = {"role": "user", "content": "one?"}
         ),
     ],
 )
-def test_sharegpt_and_alpaca_rows_are_read(
-    tmp_path: Path, tokenizer: Any, row: Any, text: str
-) -> None:
+def test_sharegpt_and_alpaca_rows_are_read(tmp_path: Path, tokenizer: Any, row: Any, text: str):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     template = WITH_TOOLS.replace("CALL", "{{ c.function.name }}").replace("{{ eos_token }}", "|")
     dataset = prepared(tokenizer, template, tmp_path / "rows.jsonl", tmp_path / "out")

@@ -84,9 +84,7 @@ def test_end_token_can_be_chosen(text: Path, tmp_path: Path, tokenizer_folder: P
     assert TokenDataset.open(tmp_path / "out")[-1:][0] == expected
 
 
-def test_other_settings_are_refused_and_named(
-    text: Path, tmp_path: Path, tokenizer_folder: Path
-) -> None:
+def test_other_settings_are_refused_and_named(text: Path, tmp_path: Path, tokenizer_folder: Path):
     out = tmp_path / "out"
     prepare(parse_source(str(text)), out, tokenizer=tokenizer_folder)
     other_text = write_jsonl(tmp_path / "other.jsonl", some_texts(3))
@@ -108,9 +106,7 @@ class Stopped(BaseException):
     """Stands for the death of the process."""
 
 
-def stop_at(
-    monkeypatch: pytest.MonkeyPatch, operation: int, failure: BaseException | None = None
-) -> None:
+def stop_at(monkeypatch: pytest.MonkeyPatch, operation: int, failure: BaseException | None = None):
     """Let the `operation`-th step that reaches the disk fail."""
     steps = itertools.count(1)
 
@@ -196,9 +192,7 @@ def test_a_full_disk_is_one_line_and_can_be_resumed(
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_folders_with_other_files_are_refused(
-    text: Path, tmp_path: Path, tokenizer_folder: Path
-) -> None:
+def test_folders_with_other_files_are_refused(text: Path, tmp_path: Path, tokenizer_folder: Path):
     source = parse_source(str(text))
     other = tmp_path / "other"
     other.mkdir()
@@ -228,9 +222,7 @@ def test_a_folder_in_use_is_refused(text: Path, tmp_path: Path, tokenizer_folder
         ({"vocab_size": 10**12}, "--vocab-size 1000000000000: must be 257 .* to 16777216"),
     ],
 )
-def test_bad_options_are_refused(
-    text: Path, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_bad_options_are_refused(text: Path, tmp_path: Path, options: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         prepare(parse_source(str(text)), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -73,9 +73,7 @@ def test_a_tokenizer_is_loaded_as_it_was_saved_beside_a_qwen2_config(
     )
 
 
-def test_hash_depends_on_vocabulary_and_end_token_only(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_hash_depends_on_vocabulary_and_end_token_only(tokenizer_folder: Path, tmp_path: Path):
     tokenizer = load_tokenizer(tokenizer_folder)
     first = tokenizer_hash(tokenizer)
     for number in range(2):

@@ -100,9 +100,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
 
 @pytest.mark.parametrize("attention_bias", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_variants_of_a_family_equal_transformers(
-    tmp_path: Path, family: str, attention_bias: bool
-) -> None:
+def test_variants_of_a_family_equal_transformers(tmp_path: Path, family: str, attention_bias: bool):
     folder = make_packed(
         tmp_path,
         family,
@@ -182,9 +180,7 @@ def test_greedy_continuation_is_that_of_transformers(qwen: Path) -> None:
 
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("embeddings", ["float32", "bf16", "int8"])
-def test_rounded_heads_are_close_to_transformers(
-    tmp_path: Path, embeddings: str, ties: bool
-) -> None:
+def test_rounded_heads_are_close_to_transformers(tmp_path: Path, embeddings: str, ties: bool):
     folder = make_packed(tmp_path, embeddings=embeddings, tie_word_embeddings=ties)
     expected = reference_logits(folder, TOKENS)
     stored = {"bf16": "bfloat16"}.get(embeddings, embeddings)

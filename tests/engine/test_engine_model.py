@@ -119,9 +119,7 @@ def test_a_config_that_contradicts_the_file_is_refused(
         ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, (9, 0, 9)),
     ],
 )
-def test_attention_windows_are_read_per_layer(
-    changes: dict[str, Any], windows: tuple[int, ...]
-) -> None:
+def test_attention_windows_are_read_per_layer(changes: dict[str, Any], windows: tuple[int, ...]):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
     sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 64, "sliding_window": 9}
     # As transformers 4 wrote Gemma's two bases.

@@ -83,9 +83,7 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
         {"rope_parameters": {**LLAMA3}, "original_max_position_embeddings": 8},
     ],
 )
-def test_rope_fields_are_read_as_transformers_reads_them(
-    family: str, changes: dict[str, Any]
-) -> None:
+def test_rope_fields_are_read_as_transformers_reads_them(family: str, changes: dict[str, Any]):
     written = tiny_config(family).to_dict() | {"vocab_size": 96} | copy.deepcopy(changes)
     if family == "gemma3_text" and changes.get("rope_parameters"):
         with pytest.raises(UserError, match="are not a table that transformers reads"):

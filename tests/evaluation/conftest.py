@@ -31,9 +31,7 @@ LINES = [
 
 
 @pytest.fixture
-def quick_lm_eval(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def quick_lm_eval(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
     """Skip lm-eval's survey of the machine, which takes seconds; cache data sets in a new folder."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     cache = tmp_path_factory.getbasetemp() / "datasets"

@@ -14,12 +14,7 @@ from sparse_bitnet.cli import evaluate
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.evaluation.harness import (
-    accuracies,
-    evaluate_tasks,
-    load_tasks,
-    write_task_files,
-)
+from sparse_bitnet.evaluation import harness
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
 
@@ -87,7 +82,7 @@ def test_numbers_are_those_of_lm_eval_on_the_same_folder(checkpoint, tasks):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    ours = evaluate_tasks(
+    ours = harness.evaluate_tasks(
         checkpoint, ["doubling"], include_path=tasks, precision="float32", device="cpu"
     )
     theirs = lm_eval.simple_evaluate(
@@ -101,7 +96,7 @@ def test_numbers_are_those_of_lm_eval_on_the_same_folder(checkpoint, tasks):
     )
     assert ours["results"] == theirs["results"]
     assert ours["n-samples"]["doubling"]["effective"] == len(QUESTIONS)
-    scores = accuracies(ours)["doubling"]
+    scores = harness.accuracies(ours)["doubling"]
     assert scores["acc"] == theirs["results"]["doubling"]["acc,none"]
     assert set(scores) == {"acc", "acc_norm"}
     json.dumps(ours)
@@ -167,12 +162,12 @@ def test_the_papers_tasks_are_scored_from_a_folder_of_data_sets(
     checkpoint, downloaded, monkeypatch
 ):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    results = evaluate_tasks(checkpoint, ["paper"], include_path=downloaded, device="cpu")
+    results = harness.evaluate_tasks(checkpoint, ["paper"], include_path=downloaded, device="cpu")
     asked = {task: count["effective"] for task, count in results["n-samples"].items()}
     assert asked == {"hellaswag": 2, "arc_easy": 3, "piqa": 4, "boolq": 5, "copa": 6}
-    norm = {task for task, scores in accuracies(results).items() if "acc_norm" in scores}
+    norm = {task for task, scores in harness.accuracies(results).items() if "acc_norm" in scores}
     assert norm == {"hellaswag", "arc_easy", "piqa"}
-    ([arc], _) = load_tasks(["arc_easy"], downloaded)
+    ([arc], _) = harness.load_tasks(["arc_easy"], downloaded)
     assert arc.doc_to_target(arc.test_docs()[0]) == 0
 
 
@@ -187,7 +182,7 @@ def test_a_data_set_may_be_one_file(tmp_path, monkeypatch):
     write_rows(tmp_path / "blob", HELLASWAG, 2)
     (tmp_path / "dat😀").mkdir()
     (tmp_path / "dat😀" / "hellaswag_raw.jsonl").symlink_to(tmp_path / "blob")
-    ([loaded], _) = load_tasks(["hellaswag"], "dat😀")
+    ([loaded], _) = harness.load_tasks(["hellaswag"], "dat😀")
     assert len(loaded.eval_docs) == 2
 
 
@@ -200,7 +195,7 @@ def test_a_data_set_may_be_one_file(tmp_path, monkeypatch):
 )
 def test_other_configurations_of_a_data_set_are_ignored(tmp_path, name, task):
     write_rows(tmp_path / "sets" / name, ARC)
-    write_task_files([task], tmp_path / "sets", tmp_path)
+    harness.write_task_files([task], tmp_path / "sets", tmp_path)
     assert not list(tmp_path.glob("*.yaml"))
 
 
@@ -214,13 +209,13 @@ def test_other_configurations_of_a_data_set_are_ignored(tmp_path, name, task):
 def test_a_data_set_without_the_needed_split_is_named(tmp_path, name, words):
     write_rows(tmp_path / name, PIQA)
     with pytest.raises(UserError, match=f"task piqa: .*{words}"):
-        load_tasks(["piqa"], tmp_path)
+        harness.load_tasks(["piqa"], tmp_path)
 
 
 def test_data_without_its_answers_is_refused(tmp_path):
     write_rows(tmp_path / "piqa-valid.jsonl", {key: PIQA[key] for key in ("goal", "sol1", "sol2")})
     with pytest.raises(UserError, match=r"task piqa: its data has no label; .*\(baber/piqa\)"):
-        load_tasks(["piqa"], tmp_path)
+        harness.load_tasks(["piqa"], tmp_path)
 
 
 @pytest.fixture
@@ -238,16 +233,16 @@ def groups(tasks):
 @pytest.mark.parametrize("checkpoint", ["ternary-6:8"], indirect=True)
 def test_a_group_is_scored_beside_its_tasks(checkpoint, groups):
     asked = ["doubling,both", "doubling"]
-    results = evaluate_tasks(checkpoint, asked, include_path=groups, limit=2, device="cpu")
+    results = harness.evaluate_tasks(checkpoint, asked, include_path=groups, limit=2, device="cpu")
     assert results["results"].keys() == {"both", "doubling", "tripling"}
-    assert accuracies(results).keys() == {"doubling", "tripling"}
+    assert harness.accuracies(results).keys() == {"doubling", "tripling"}
 
 
 def test_a_group_may_hold_another_but_share_no_task_with_it(groups):
-    (group,) = load_tasks(["both", "outer"], groups)[0]
+    (group,) = harness.load_tasks(["both", "outer"], groups)[0]
     assert group.name == "outer"
     with pytest.raises(UserError, match=r"'tripling': found in both 'both' and 'other'"):
-        load_tasks(["both", "other"], groups)
+        harness.load_tasks(["both", "other"], groups)
 
 
 def test_unknown_tasks_and_folders_are_refused(tasks, monkeypatch):
@@ -255,9 +250,9 @@ def test_unknown_tasks_and_folders_are_refused(tasks, monkeypatch):
         "lm_eval.tasks.TaskManager.__init__.__defaults__", (None, None, False, None)
     )
     with pytest.raises(UserError, match="task 'tripling' is unknown to lm-eval"):
-        load_tasks(["tripling"], tasks)
+        harness.load_tasks(["tripling"], tasks)
     with pytest.raises(UserError, match="no such folder"):
-        load_tasks(["doubling"], tasks / "nowhere")
+        harness.load_tasks(["doubling"], tasks / "nowhere")
 
 
 @pytest.mark.parametrize("what", ["somebody/questions", "json"])
@@ -266,7 +261,7 @@ def test_a_task_without_its_data_says_which_data(tasks, what, monkeypatch):
     (tasks / "remote.yaml").write_text(text.replace("dataset_path: json", f"dataset_path: {what}"))
     named = "somebody/questions" if "/" in what else "missing.jsonl"
     with pytest.raises(UserError, match=rf"task remote: .*{named}.*--include-path"):
-        load_tasks(["remote"], tasks)
+        harness.load_tasks(["remote"], tasks)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +281,7 @@ def test_lm_evals_errors_in_a_task_are_quoted(tasks, monkeypatch, old, new, reas
     assert old in text
     (tasks / "wrong.yaml").write_text(text.replace(old, new).replace("task: dou", "task: wrong #"))
     with pytest.raises(UserError, match=f"^task wrong: {re.escape(reason)}") as refused:
-        load_tasks(["wrong"], tasks)
+        harness.load_tasks(["wrong"], tasks)
     assert "\n" not in str(refused.value)
 
 
@@ -313,7 +308,7 @@ def test_lm_evals_errors_while_scoring_are_one_line(checkpoint, tasks, changed, 
 def test_without_lm_eval_the_extra_is_named(monkeypatch, checkpoint):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r'pip install "\.\[lm-eval\]"'):
-        evaluate_tasks(checkpoint, ["paper"])
+        harness.evaluate_tasks(checkpoint, ["paper"])
 
 
 def test_the_command_prints_metrics_and_writes_lm_evals_json(checkpoint, tasks, tmp_path, capsys):
@@ -323,7 +318,7 @@ def test_the_command_prints_metrics_and_writes_lm_evals_json(checkpoint, tasks, 
     text = capsys.readouterr().out
     assert re.search(rf"^{checkpoint}:\n.*acc_norm", text, re.S)
     written = json.loads(scores.read_text())
-    assert accuracies(written)["doubling"]["acc"] == pytest.approx(
+    assert harness.accuracies(written)["doubling"]["acc"] == pytest.approx(
         float(re.search(r"acc +\|[^|]*\|([\d. ]+)\|", text)[1]), abs=1e-4
     )
 

@@ -22,9 +22,7 @@ FITTING = [name for name in FORMATS if not name.startswith("gguf-tq")]
 
 
 @pytest.mark.parametrize("format", FITTING)
-def test_a_folder_is_complete_and_always_the_same(
-    checkpoint: Path, tmp_path: Path, format: str
-) -> None:
+def test_a_folder_is_complete_and_always_the_same(checkpoint: Path, tmp_path: Path, format: str):
     seen: list[tuple[int, int]] = []
     config = ExportConfig(format=format)
     export(checkpoint, tmp_path / "again", config, on_progress=lambda *now: seen.append(now))
@@ -124,9 +122,7 @@ def test_dense_weights_are_the_effective_ones_and_come_with_a_warning(
     )
 
 
-def test_full_precision_models_go_to_dense_without_a_warning(
-    make_checkpoint, tmp_path: Path
-) -> None:
+def test_full_precision_models_go_to_dense_without_a_warning(make_checkpoint, tmp_path: Path):
     folder = make_checkpoint("full-2:4")
     config = ExportConfig(format="dense", verify=True)
     result = export(folder, tmp_path / "out", config)
@@ -166,9 +162,7 @@ def test_a_file_name_is_refused(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["bitnet", "gguf-q2_0"])
-def test_an_interrupted_export_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, format: str
-) -> None:
+def test_an_interrupted_export_leaves_nothing(checkpoint: Path, tmp_path: Path, format: str):
     def interrupt(done: int, total: int) -> None:
         if done > total // 2:
             raise KeyboardInterrupt

@@ -63,9 +63,7 @@ def test_an_export_passes_its_verification(
         ("model.norm.weight", lambda weight: weight * float("nan")),
     ],
 )
-def test_an_export_that_differs_fails_its_verification(
-    source, exported: Path, name: str, change
-) -> None:
+def test_an_export_that_differs_fails_its_verification(source, exported: Path, name: str, change):
     edit_tensors(exported, {name: change})
     failures = verified(source, exported, BITNET).failures
     assert any(failure.startswith("log-probabilities") for failure in failures)

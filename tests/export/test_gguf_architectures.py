@@ -166,9 +166,7 @@ def test_settings_that_gguf_cannot_store_are_refused(
 @pytest.mark.parametrize(
     ("name", "note"), [("bitnet 2B4T", "bitnet.cpp"), ("mistral with a window", "no window")]
 )
-def test_features_that_llama_cpp_lacks_are_noted(
-    packed, tmp_path: Path, name: str, note: str
-) -> None:
+def test_features_that_llama_cpp_lacks_are_noted(packed, tmp_path: Path, name: str, note: str):
     result = export(packed(name), tmp_path / "out", ExportConfig(format="gguf-tq2_0"))
     assert note in str(result.warning)
 

@@ -280,9 +280,7 @@ def test_one_part_of_several_is_named(tmp_path: Path, kind: str, parts: object) 
 
 
 @pytest.mark.parametrize("place", ["", "snapshots/abc"])
-def test_a_folder_that_has_a_gguf_file_alone_names_it(
-    small_file: Path, tmp_path: Path, place: str
-) -> None:
+def test_a_folder_that_has_a_gguf_file_alone_names_it(small_file: Path, tmp_path: Path, place: str):
     (tmp_path / "folder" / place).mkdir(parents=True)
     path = shutil.copy(small_file, tmp_path / "folder" / place / "m.gguf")
     with pytest.raises(UserError, match=f"it holds {path}: name that file"):
@@ -367,9 +365,7 @@ def test_a_scale_that_is_not_finite_is_named(small_file: Path, tmp_path: Path) -
     assert_import_refused(tmp_path / "bad.gguf", tmp_path / "no", message, packed="i2")
 
 
-def test_a_file_is_a_tokenizer_and_its_model_goes_with_data_of_it(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_file_is_a_tokenizer_and_its_model_goes_with_data_of_it(checkpoint: Path, tmp_path: Path):
     path = export_gguf(checkpoint, tmp_path / "out", "q2_0")
     assert (
         load_tokenizer(path).get_vocab().items() >= load_tokenizer(checkpoint).get_vocab().items()

@@ -149,9 +149,7 @@ def assert_same_model(source: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize(("group", "write"), [(256, quantised("TQ2_0")), (128, Q2_0)])
-def test_heads_and_their_scales_return_to_their_order(
-    tmp_path: Path, group: int, write: Write
-) -> None:
+def test_heads_and_their_scales_return_to_their_order(tmp_path: Path, group: int, write: Write):
     """A block of 256 weights spans two heads, which lie apart in transformers. Our own file of the model
     holds what a converter writes."""
     model = ternary_qwen35(group, tie_word_embeddings=group == 256)
@@ -182,9 +180,7 @@ def test_a_file_of_floats_is_the_same_model(tmp_path: Path, rotated: int) -> Non
 
 
 @pytest.mark.parametrize("format", ["gguf-tq2_0", "compressed-tensors-w2a8"])
-def test_sizes_that_a_config_leaves_out_are_those_of_transformers(
-    tmp_path: Path, format: str
-) -> None:
+def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Path, format: str):
     model = convert_(tiny_model("qwen3_5_text", vocab_size=320, **LINEAR_SIZES), "ternary-8:8")
     save_pretrained(model, tmp_path / "whole", train_tokenizer(iter([TEXT]), 300))
     shutil.copytree(tmp_path / "whole", tmp_path / "short")

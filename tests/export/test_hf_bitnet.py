@@ -21,9 +21,7 @@ from sparse_bitnet.packing.two_bits import pack_row_planes, unpack_row_planes
 
 
 @given(blocks=st.integers(1, 9), columns=st.integers(1, 33), seed=st.integers(0, 2**32 - 1))
-def test_packing_is_transformers_own_and_exact(
-    random_codes, blocks: int, columns: int, seed: int
-) -> None:
+def test_packing_is_transformers_own_and_exact(random_codes, blocks: int, columns: int, seed: int):
     from transformers.integrations.bitnet import pack_weights
 
     codes = random_codes(4 * blocks, columns, seed)

@@ -239,9 +239,7 @@ def test_dense_weights_are_imported_only_if_they_are_ternary(
         import_checkpoint(folder, folder)
 
 
-def test_command_imports_a_folder(
-    w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_imports_a_folder(w2a8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main(["import", str(w2a8), str(tmp_path / "back")])
     assert "14 ternary layers, read from compressed-tensors pack-quantized, written as" in " ".join(
         capsys.readouterr().out.split()

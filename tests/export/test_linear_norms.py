@@ -99,9 +99,7 @@ def test_engine_equals_transformers_layers(tmp_path: Path, family: str, released
         ("modules_to_not_convert", 3, "is not a list of names"),
     ],
 )
-def test_invalid_settings_are_refused(
-    tmp_path: Path, setting: str, value: object, message: str
-) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path, setting: str, value: object, message: str):
     folder = write(tmp_path / "model", reference("qwen3"), released=False)
     edit_quantization(folder, **{setting: value})
     assert_import_refused(folder, tmp_path / "no", message, packed="i2")

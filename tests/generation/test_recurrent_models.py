@@ -94,9 +94,7 @@ def test_later_prompts_start_from_a_state_that_is_there(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("slice", [512, 16])
-def test_prompts_that_arrive_together_share_what_they_have_in_common(
-    engine: Engine, slice: int
-) -> None:
+def test_prompts_that_arrive_together_share_what_they_have_in_common(engine: Engine, slice: int):
     prompt = TOKENS[:90]
     prompts = [prompt, prompt, [*TOKENS[:85], 1, 2], [*TOKENS[:50], 3, 4, 5], prompt]
     generations = run(engine, *prompts, prefill_slice=slice)

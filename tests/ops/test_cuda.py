@@ -76,9 +76,7 @@ def test_quantisation_equals_the_reference(features: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("text", PATTERNS)
-def test_products_equal_the_reference(
-    text: str, shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_products_equal_the_reference(text: str, shape: tuple[int, int, int], dtype: torch.dtype):
     _, codes, x, scale, bias = problem(text, *shape)
     x_codes, activation_scale = quantize_int8_reference(x)
     expected = int8_linear_reference(x_codes, activation_scale, codes, scale, bias, dtype)

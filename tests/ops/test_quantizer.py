@@ -44,9 +44,7 @@ class TestTernary:
         assert np.array_equal(codes.numpy(), reference.ternary(doubles(weight), scale.item()))
 
     @pytest.mark.parametrize("exponent", [-9, 0, 7])
-    def test_codes_around_the_rounding_boundary_are_those_of_exact_arithmetic(
-        self, exponent: int
-    ) -> None:
+    def test_codes_around_the_rounding_boundary_are_those_of_exact_arithmetic(self, exponent: int):
         scales = (1 + torch.rand(2000, dtype=torch.float32)) * 2.0**exponent
         half = scales / 2
         above, below = half.nextafter(scales), half.nextafter(torch.zeros(()))

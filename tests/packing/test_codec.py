@@ -166,9 +166,7 @@ def test_a_group_with_more_non_zeros_than_its_pattern_is_refused(m: int) -> None
         (torch.zeros(2, 12, dtype=torch.int8), "q4", "2:4", "'q4' is unknown"),
     ],
 )
-def test_codes_that_do_not_fit_are_refused(
-    codes: Tensor, format: str, pattern: str, message: str
-) -> None:
+def test_codes_that_do_not_fit_are_refused(codes: Tensor, format: str, pattern: str, message: str):
     with pytest.raises(UserError, match=message):
         pack(codes, format, NMPattern.parse(pattern), name="layer")
 

@@ -54,9 +54,7 @@ def test_q2_0_keeps_codes_and_the_float16_scale(
 @given(
     rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), scale=scales
 )
-def test_unpacking_inverts_packing(
-    random_codes, block: BlockType, rows, blocks, seed, scale
-) -> None:
+def test_unpacking_inverts_packing(random_codes, block: BlockType, rows, blocks, seed, scale):
     codes = random_codes(rows, block.codes * blocks, seed).numpy()
     packed = block.pack(codes, scale)
     assert packed.size == block.tensor_bytes(*codes.shape)

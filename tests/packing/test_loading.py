@@ -164,9 +164,7 @@ def truncate(folder: Path) -> None:
         ),
     ],
 )
-def test_damaged_folders_are_refused(
-    packed: Path, tmp_path: Path, change: Any, message: str
-) -> None:
+def test_damaged_folders_are_refused(packed: Path, tmp_path: Path, change: Any, message: str):
     """`change`: of the folder, or other tensors."""
     if callable(change):
         change(packed)

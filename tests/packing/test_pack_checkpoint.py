@@ -85,9 +85,7 @@ def test_tensors_that_are_not_the_weights_of_the_model_are_named(
 
 
 @pytest.mark.parametrize("quantizer", ["absmean", "binary"])
-def test_sizes_are_those_of_the_packed_folders(
-    trained: Trained, tmp_path: Path, quantizer: str
-) -> None:
+def test_sizes_are_those_of_the_packed_folders(trained: Trained, tmp_path: Path, quantizer: str):
     source = trained(format=str(SparseBitConfig(quantizer=quantizer)))
     sizes = packed_sizes(source, embeddings="int8")
     names = [size.metadata.packed_format for size in sizes]

@@ -26,9 +26,7 @@ def test_choices_are_those_of_the_package() -> None:
         assert get_args(hints["embeddings"]) == ("auto", *EMBEDDINGS)
 
 
-def test_packs_and_compares(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packs_and_compares(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     command.main([str(trained()), str(out), "--packed-format", "nm-enum", "--embeddings", "int8"])
     printed = " ".join(capsys.readouterr().out.split())

@@ -121,9 +121,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 @fuzz
 @given(content=st.binary(max_size=300), at=st.none() | st.integers(0, 10**6))
-def test_random_bytes_are_refused(
-    tmp_path: Path, raw: bytes, content: bytes, at: int | None
-) -> None:
+def test_random_bytes_are_refused(tmp_path: Path, raw: bytes, content: bytes, at: int | None):
     """Random bytes, alone or written over a file."""
     path = tmp_path / "model.safetensors"
     if at is not None:
@@ -187,9 +185,7 @@ def test_a_header_with_the_right_checksum_is_not_trusted_either(
         (lambda h: h["__metadata__"].update(sparse_bitnet="[" * 10**5), "the header is damaged"),
     ],
 )
-def test_inconsistent_headers_are_refused(
-    tmp_path: Path, raw: bytes, change: Any, message: str
-) -> None:
+def test_inconsistent_headers_are_refused(tmp_path: Path, raw: bytes, change: Any, message: str):
     header = header_of(raw)
     change(header)
     path = tmp_path / "changed"
