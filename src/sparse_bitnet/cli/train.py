@@ -193,7 +193,6 @@ def run(chosen: Options) -> None:
         from sparse_bitnet.data.sources import parse_source
 
         prepare(parse_source(chosen.chat, chat=True), config.data, tokenizer=config.init, chat=True)
-    import torch
     from rich.console import Console
 
     from sparse_bitnet.progress import Progress
@@ -216,7 +215,10 @@ def run(chosen: Options) -> None:
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (MemoryError, RuntimeError) as error:
+        is_memory = re.search("(allocate|out of) memory", str(error))
+        if isinstance(error, RuntimeError) and not is_memory:
+            raise
         raise UserError("out of memory: lower --micro-batch-size or --sequence-length") from error
     except ErrorElsewhere:
         sys.exit(2)

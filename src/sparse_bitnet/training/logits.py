@@ -52,6 +52,7 @@ def output_scale(model: "PreTrainedModel") -> float:
     scale = float(getattr(config, "logits_scaling", None) or 1)  # Granite, MiniCPM divide by it
     if not config.model_type.startswith("hyperclovax"):
         scale = 1 / scale
+    scale /= getattr(config, "logits_mup_width_multiplier", None) or 1  # Inkling
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
         value = getattr(config, name, None)
         scale *= 1 if value is None else value
