@@ -123,6 +123,11 @@ class TestInit:
         with pytest.raises(UserError, match=r"lacks model\.layers\.1\.mlp\.down_proj\.weight"):
             build_model("ignored", SparseBitConfig(), init=dense)
 
+    def test_numbers_that_json_lacks_are_read(self, dense: Path) -> None:
+        config = json.loads((dense / "config.json").read_text())
+        config["rms_norm_eps"] = {"__float__": "Infinity"}  # as transformers writes it
+        assert skeleton(config, dense).config.rms_norm_eps == float("inf")
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

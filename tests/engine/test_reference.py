@@ -46,6 +46,20 @@ def test_all_logits_end_with_the_last_ones(model, engine):
     assert engine.context_length == 64
 
 
+def test_states_and_ropes_that_change_with_the_length_equal_one_forward():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    for model in (tiny_model("lfm2").eval(), tiny_model("llama", rope_parameters=rope).eval()):
+        engine, expected = TransformersEngine(model), logits_of(model, TOKENS)
+        sequence = engine.new_sequence()
+        engine.forward([(sequence, TOKENS[:4])], "none")
+        steps = [engine.forward([(sequence, [token])])[0] for token in TOKENS[4:]]
+        close(steps[-1], expected[-1])
+        (again,) = engine.forward([(sequence.fork(5), TOKENS[5:7])])
+        close(again, steps[2])
+        engine.close()
+
+
 def test_an_interrupted_forward_is_undone(model, engine):
     first, second = engine.new_sequence(), engine.new_sequence()
     engine.forward([(first, TOKENS[:4]), (second, TOKENS[:4])])

@@ -55,7 +55,7 @@ def test_a_folder_is_complete_and_always_the_same(checkpoint: Path, tmp_path: Pa
         ({"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6}),
         (
             {"full_attention": {"rope_theta": 2.0}, "sliding_attention": {"rope_theta": 3.0}},
-            {"rope_theta": 2.0, "rope_local_base_freq": 3.0},
+            {"model_type": "gemma3_text", "rope_theta": 2.0, "rope_local_base_freq": 3.0},
         ),
         (
             {"rope_theta": 2.0, "partial_rotary_factor": 0.5},

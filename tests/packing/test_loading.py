@@ -56,7 +56,7 @@ def test_packed_and_trained_logits_are_equal(
     assert torch.equal(logits(tmp_path / "out"), logits(source))
 
 
-@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@pytest.mark.parametrize("family", [*MODEL_FAMILIES, "falcon"])
 def test_every_family_and_embedding_loads(trained: Trained, tmp_path: Path, family: str) -> None:
     source = trained(family, tie_word_embeddings=family != "gpt_neox")
     for embeddings in ("bf16", "int8"):

@@ -2,7 +2,7 @@
 """Loading through transformers: a model's skeleton, the model with its weights, and its tokenizer."""
 
 import contextlib
-import copy
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -48,7 +48,8 @@ def open_folder(path_or_id: str | Path) -> tuple[Path, dict[str, Any], dict[str,
     check_folder(folder)
     stored = text_config_of(read_config(folder))
     layers = stored.get("num_hidden_layers")
-    config = {key: of_all_layers(value, layers) for key, value in stored.items()}
+    several = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    config = {k: of_all_layers(v, layers) if k in several else v for k, v in stored.items()}
     check_layers(config, folder)
     return folder, config, quantization_entry(config)
 
@@ -78,10 +79,15 @@ def skeleton(config: dict[str, Any], folder: Path) -> "PreTrainedModel":
     where = folder if folder.is_file() else folder / CONFIG_FILE
     failure = f"{where} describes no causal language model that transformers builds"
     with library_errors_as(failure), torch.device("meta"):
-        # A copy: transformers completes nested entries in place.
         dropped = {"quantization_config", *WITHOUT_IMPORT}
-        values = copy.deepcopy({key: config[key] for key in config if key not in dropped})
+        text = json.dumps({key: config[key] for key in config if key not in dropped})
+        values = json.loads(text, object_hook=_without_tags)  # a copy, which transformers completes
         return load_with(AutoModelForCausalLM.from_config, AutoConfig.for_model(**values))
+
+
+def _without_tags(entry: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, or the entry itself."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
@@ -143,7 +149,8 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
 
 def max_positions(model: "PreTrainedModel") -> int | None:
     """Return the maximum number of positions of a model; None if its config does not limit them."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config: Any = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -150,7 +150,7 @@ def prepare_model_(model: "PreTrainedModel", packed: PackedCheckpoint) -> None:
     layers: dict[nn.Module, PackedSparseBitLinear] = {}
     for name, (rows, in_features) in packed.layers.items():
         linear = modules.get(name)
-        if type(linear) is not nn.Linear or linear.weight.shape != (rows, in_features):
+        if not isinstance(linear, nn.Linear) or linear.weight.shape != (rows, in_features):
             raise UserError(
                 f"{file.path}: tensor {name}.weight_packed is for a linear layer [{rows}, "
                 f"{in_features}], which {type(model).__name__} does not have there"

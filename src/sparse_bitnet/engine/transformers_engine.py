@@ -43,7 +43,11 @@ class TransformersEngine(InferenceEngine):
         self._model: Any = model.eval()
         self._cache_tokens = cache_tokens or 1 << 40  # as good as without limit
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
-        self._has_cache = not getattr(model, "_is_stateful", False)
+        convolutions = (each for each in model.modules() if isinstance(each, torch.nn.Conv1d))
+        self._has_cache = not (getattr(model, "_is_stateful", False) or any(convolutions))
+        rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        is_long = rope.get("rope_type") == "longrope"
+        self._switch = rope["original_max_position_embeddings"] if is_long else 1 << 40
         self._selected = contextlib.ExitStack()
         self._selected.enter_context(selected(model))
 
@@ -63,6 +67,11 @@ class TransformersEngine(InferenceEngine):
     def _run(self, sequence: EngineSequence, tokens: list[int], logits: WhichLogits) -> np.ndarray:
         """Return float32 [tokens or 1, vocab_size], or hidden states [tokens, hidden_size]."""
         held = sequence.cache.get_seq_length() if self._has_cache else 0
+        if 0 < held <= self._switch < len(sequence.tokens) + len(tokens):
+            sequence.cache, held = (
+                self._open(),
+                0,
+            )  # longrope turns the keys of longer texts otherwise
         given = sequence.tokens[held:] + tokens
         options: dict[str, Any] = {
             "input_ids": torch.tensor([given], device=self._model.device),
@@ -90,7 +99,7 @@ class TransformersEngine(InferenceEngine):
 
     def _fork(self, sequence: EngineSequence, length: int) -> Any:
         self._check_room(length)
-        if not self._has_cache or length == 0:
+        if not self._has_cache or length <= self._switch < len(sequence) or length == 0:
             return self._open()
         cache = copy.deepcopy(sequence.cache)
         if (surplus := cache.get_seq_length() - length) > 0:

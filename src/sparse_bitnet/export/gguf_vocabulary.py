@@ -46,6 +46,10 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size
     added = {token["content"]: token for token in content.get("added_tokens", [])}
+    if strips := [name for name in added if added[name].get("lstrip") or added[name].get("rstrip")]:
+        warnings.warn(
+            f"{path}: read from GGUF, {strips[0]!r} drops no space beside it", stacklevel=2
+        )
     vocabulary = model["vocab"] | {name: token["id"] for name, token in added.items()}
     # The model may have no rows for special tokens that tokenizer_config.json adds.
     vocabulary |= {name: index for name, index in own.get_vocab().items() if index < vocab_size}

@@ -59,6 +59,11 @@ class PackedSparseBitLinear(KeepsBufferTypes):
         self.register_parameter("bias", bias)
         self.norm, self.rotation = norm, rotation
 
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor, which the initialisation of some families fills."""
+        return torch.empty(0)
+
     def _load_from_state_dict(self, *args: Any) -> None:
         self.codes = None
         super()._load_from_state_dict(*args)
