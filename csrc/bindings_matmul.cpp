@@ -204,12 +204,13 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
            "The products of one group, `repeats` times over.")
       .def(
           "hadamard",
-          [](const Kernels& self, Address x, std::int64_t n, std::int64_t block) {
+          [](const Kernels& self, Address x, Address before, Address after, std::int64_t n, std::int64_t block) {
             require(n >= 1 && n <= max_elements && block >= 1 && (block & (block - 1)) == 0 && n % block == 0,
                     "n is out of range, or block is no power of two that divides it");
-            self.vector.hadamard(pointer<float>(x), nullptr, nullptr, n, block);
+            self.vector.hadamard(pointer<float>(x), pointer<const float>(before), pointer<const float>(after), n, block);
           },
-          "x"_a, "n"_a, "block"_a, unlocked, "x [n] = H(x) (csrc/isa.h); the address of float32 [n].");
+          "x"_a, "before"_a, "after"_a, "n"_a, "block"_a, unlocked,
+          "x [n] = after * H(before * x) (csrc/isa.h); addresses of float32 [n], before and after may be 0.");
 }
 
 }  // namespace sparse_bitnet

@@ -26,6 +26,7 @@ FORMAT_VERSION = 1
 GATES = (
     *(".in_proj_a", ".in_proj_b", ".in_proj_ba", ".a_proj", ".b_proj"),
     *(".shared_expert_gate", ".router.gate", ".gate.wg"),
+    *(".router.proj", ".router.layer", ".router.classifier"),
 )
 """Name endings of gates of linear attention, of shared experts, and of routers, which are dense by
 default: a row of theirs steers a whole head or expert."""

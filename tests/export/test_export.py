@@ -58,6 +58,10 @@ def test_a_folder_is_complete_and_always_the_same(checkpoint: Path, tmp_path: Pa
             {"model_type": "gemma3_text", "rope_theta": 2.0, "rope_local_base_freq": 3.0},
         ),
         (
+            {"full_attention": {"rope_theta": 2.0}, "sliding_attention": {"rope_theta": 3.0}},
+            {"model_type": "olmo3", "rope_theta": 2.0},
+        ),
+        (
             {"rope_theta": 2.0, "partial_rotary_factor": 0.5},
             {"model_type": "gpt_neox", "rotary_emb_base": 2.0, "rotary_pct": 0.5},
         ),

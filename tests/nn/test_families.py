@@ -76,10 +76,12 @@ def test_saved_models_load_bit_for_bit(build: Any, tmp_path: Path) -> None:
 
 
 def test_encoders_of_images_and_all_output_heads_stay_dense() -> None:
-    with warnings.catch_warnings(action="error"):
-        names = sparse_layers(convert_(gemma3(), SparseBitConfig()))
-    assert names
-    assert all(name.startswith("model.language_model.layers.") for name in names)
+    for build in (gemma3, qwen2_vl):
+        with warnings.catch_warnings(action="error"):
+            names = sparse_layers(convert_(build(), SparseBitConfig()))
+        assert names
+        assert all(name.startswith("model.language_model.layers.") for name in names)
+    assert len(sparse_layers(convert_(nn.ModuleDict({"own": vit()}), SparseBitConfig()))) == 12
     model = tiny_model("qwen2")
     model.lm_heads = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)])
     model.get_output_embeddings = lambda: model.lm_heads

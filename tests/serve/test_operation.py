@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 from test_tools import QWEN
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from scripted_engine import ScriptedEngine
 from serving_thread import END, byte_tokenizer, server
@@ -127,6 +127,13 @@ def test_texts_and_chats_are_tokenised():
                 "count": 3,
                 "max_model_len": 1024,
             }
+        own = running.model.tokenizer._tokenizer = Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
+        own.post_processor = processors.TemplateProcessing(
+            single="<|end|> $0", special_tokens=[("<|end|>", END)]
+        )
+        bodies = ({"prompt": "a"}, {"content": "a"}, {"content": "a", "add_special": True})
+        counts = [http.post("/tokenize", json=body).json()["count"] for body in bodies]
+        assert counts == [2, 1, 2]
         messages = [{"role": "user", "content": "hi"}]
         chat = http.post("/tokenize", json={"model": "scripted", "messages": messages}).json()
         assert chat["tokens"] == TOKENIZER.encode("<user>hi[]<assistant>")

@@ -215,17 +215,17 @@ def run(chosen: Options) -> None:
                 shard=chosen.shard,
                 timeout_seconds=chosen.timeout_seconds,
             )
-    except (MemoryError, RuntimeError) as error:
-        is_memory = re.search("(allocate|out of) memory", str(error))
-        if isinstance(error, RuntimeError) and not is_memory:
-            raise
-        raise UserError("out of memory: lower --micro-batch-size or --sequence-length") from error
     except ErrorElsewhere:
         sys.exit(2)
     except ProcessLost as lost:
         print(f"sparse-bitnet: {lost}", file=sys.stderr, flush=True)
         # A checkpoint in progress waits for the lost process and cannot be cancelled.
         os._exit(EXIT_CODE)
+    except (MemoryError, RuntimeError, UserError) as error:
+        is_memory = re.search("(allocate|out of|enough) memory", str(error))
+        if not (is_memory or isinstance(error, MemoryError)):
+            raise
+        raise UserError("out of memory: lower --micro-batch-size or --sequence-length") from error
     if is_first:
         flips = "-" if result.flip_rate is None else f"{result.flip_rate:.2e}"
         print(

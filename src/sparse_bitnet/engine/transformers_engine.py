@@ -43,8 +43,10 @@ class TransformersEngine(InferenceEngine):
         self._model: Any = model.eval()
         self._cache_tokens = cache_tokens or 1 << 40  # as good as without limit
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
-        convolutions = (each for each in model.modules() if isinstance(each, torch.nn.Conv1d))
-        self._has_cache = not (getattr(model, "_is_stateful", False) or any(convolutions))
+        decoder: Any = model.get_decoder()
+        blocks = getattr(decoder, "layers", decoder).modules()
+        has_states = any(isinstance(each, torch.nn.Conv1d) for each in blocks)
+        self._has_cache = not (getattr(model, "_is_stateful", False) or has_states)
         rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
         is_long = rope.get("rope_type") == "longrope"
         self._switch = rope["original_max_position_embeddings"] if is_long else 1 << 40
@@ -68,10 +70,8 @@ class TransformersEngine(InferenceEngine):
         """Return float32 [tokens or 1, vocab_size], or hidden states [tokens, hidden_size]."""
         held = sequence.cache.get_seq_length() if self._has_cache else 0
         if 0 < held <= self._switch < len(sequence.tokens) + len(tokens):
-            sequence.cache, held = (
-                self._open(),
-                0,
-            )  # longrope turns the keys of longer texts otherwise
+            # longrope turns the keys of longer texts otherwise.
+            sequence.cache, held = self._open(), 0
         given = sequence.tokens[held:] + tokens
         options: dict[str, Any] = {
             "input_ids": torch.tensor([given], device=self._model.device),

@@ -92,8 +92,8 @@ def older_rope(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(tables, dict):
         return {}
     by_kind = any(isinstance(table, dict) for table in tables.values())
-    if by_kind and config.get("model_type") != "gemma3_text":  # no other family has older names
-        return {}
+    if by_kind and config.get("model_type") not in ("gemma3_text", "gemma3n_text", "olmo3"):
+        return {}  # transformers 4 does not know the others
     rope = tables.get(FULL, tables)
     named = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if config.get("model_type") == "gpt_neox":

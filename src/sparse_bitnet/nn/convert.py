@@ -199,12 +199,14 @@ def _in_blocks(model: nn.Module) -> FilterFn:
     }
     get_head: Any = getattr(model, "get_output_embeddings", None)
     head: Any = None if get_head is None else get_head()
-    heads, is_text = set(() if head is None else head.modules()), _reads_text(model)
+    heads = set(head.modules() if isinstance(head, nn.Module) else ())
+    kinds = () if head is None else ("vision_config", "audio_config")
+    others = [getattr(getattr(model, "config", None), kind, None) for kind in kinds]
     blocks, encoders = set[str](), set[str]()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name:
             blocks.add(f"{name}.")
-        elif is_text and not _reads_text(module):
+        elif (own := getattr(module, "config", None)) and any(own is each for each in others):
             encoders.add(f"{name}.")
 
     def in_blocks(module: nn.Module, name: str) -> bool:
@@ -214,10 +216,6 @@ def _in_blocks(model: nn.Module) -> FilterFn:
         return name.startswith(tuple(blocks or [""])) and not name.startswith(tuple(encoders))
 
     return in_blocks
-
-
-def _reads_text(module: nn.Module) -> bool:
-    return getattr(module, "main_input_name", "input_ids") == "input_ids"
 
 
 def _read_past(model: nn.Module) -> set[str]:

@@ -62,7 +62,7 @@ class PackedSparseBitLinear(KeepsBufferTypes):
     @property
     def weight(self) -> Tensor:
         """An empty tensor, which the initialisation of some families fills."""
-        return torch.empty(0)
+        return self.weight_scale.new_empty(0, self.in_features)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.codes = None

@@ -72,7 +72,7 @@ class Kernels:
     def hadamard(self, x: Tensor, block: int) -> Tensor:
         """See `variants.built_in.hadamard`."""
         x = x.clone(memory_format=torch.contiguous_format)
-        self._kernels.hadamard(x.data_ptr(), x.numel(), block)
+        self._kernels.hadamard(x.data_ptr(), 0, 0, x.numel(), block)
         return x
 
     def quantize_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -262,7 +262,7 @@ class TokenizeBody(StrictModel):
     content: str | None = None
     messages: Any = None
     add_special_tokens: bool = True
-    add_special: bool = False
+    add_special: bool | None = None
 
 
 def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
@@ -279,7 +279,8 @@ def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
         raise unknown_parameter(next(iter(more)))
     else:
         text = body.prompt or body.content or ""
-    adds = body.add_special if body.prompt is None else body.add_special_tokens
+    by_default = body.prompt is not None if body.add_special is None else body.add_special
+    adds = body.messages is None and body.add_special_tokens and by_default
     tokens = _encode(text, model, most, adds_special=adds)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 

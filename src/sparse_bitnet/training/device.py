@@ -98,9 +98,9 @@ def compiles(config: TrainConfig, device: torch.device, weights: int) -> bool:
 
     "auto" compiles if it pays: on a CPU a step takes half as long, and compiling about a minute.
     """
-    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++", "cl")))
     if config.compile == "on" and device.type == "cpu" and not has_compiler:
-        raise UserError("--compile on: no C++ compiler found; install g++, or leave the option out")
+        raise UserError("--compile on: no C++ compiler found; install one, or leave the option out")
     if config.compile != "auto":
         return config.compile == "on"
     work = float(config.steps * config.tokens_per_step) * weights

@@ -23,7 +23,8 @@ def hidden_states(
     at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
     decoder, kinds = model.get_decoder(), getattr(model.config, "layer_types", None) or ()
     # Linear attention, state spaces and short convolutions have states.
-    convolutions = (each for each in decoder.modules() if isinstance(each, torch.nn.Conv1d))
+    modules = getattr(decoder, "layers", decoder).modules()
+    convolutions = (each for each in modules if isinstance(each, torch.nn.Conv1d))
     if position_ids is not None and (LINEAR in kinds or any(convolutions)):
         (input_ids, at), packed = _apart(input_ids, position_ids), {}
     hidden = decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
