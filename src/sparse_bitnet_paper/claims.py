@@ -187,9 +187,7 @@ def _flips(results: Results) -> Iterator[Claim]:
 
 def flips_by_tenth(results: Results) -> dict[str, list[Estimate]]:
     """Return by design how many octaves more its masks flip than the baseline's, by tenths of steps."""
-    (_, base), *others = (
-        (name, flip_curves(results, format)) for name, format in ABLATIONS.items()
-    )
+    (_, base), *others = ((n, flip_curves(results, format)) for n, format in ABLATIONS.items())
     by_design = {
         name: [
             Estimate(octaves(curves, base, start=number / 10, end=(number + 1) / 10))
@@ -218,14 +216,14 @@ def flip_curves(results: Results, format: str) -> pd.DataFrame:
 def flip_means(
     curves: pd.DataFrame, key: str = "flip_rate", start: float = 0, end: float = 1
 ) -> pd.Series:
-    """Return by seed the mean of `key` over a part of the steps."""
-    return curves[(curves.share > start) & (curves.share <= end)].groupby("seed")[key].mean()
+    """Return by seed the mean of `key` over a part of the steps, at least `LEAST_FLIPS`."""
+    part = curves[(curves.share > start) & (curves.share <= end)]
+    return part.groupby("seed")[key].mean().clip(lower=LEAST_FLIPS)
 
 
 def octaves(first: pd.DataFrame, second: pd.DataFrame, **part: Any) -> pd.Series:
     """Return by how many octaves `flip_means` are higher, for the seeds that both have."""
-    means = (flip_means(curves, **part).clip(lower=LEAST_FLIPS) for curves in (first, second))
-    return np.log2(next(means) / next(means)).dropna()
+    return np.log2(flip_means(first, **part) / flip_means(second, **part)).dropna()
 
 
 def _near_zero(results: Results) -> Iterator[Claim]:

@@ -43,10 +43,12 @@ def paper_gains(phase: str) -> dict[int, float]:
 
 
 def paper_accuracies(tasks: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return by size and format the paper's average accuracy, in percent, on those of its tasks."""
+    """Return by size and format the paper's average accuracy, in percent, on these tasks; nothing
+    if one is not the paper's."""
     accuracy = paper()["accuracy"]
-    known = [task for task in tasks if task in accuracy["0.5B"]["full-8:8"]]
+    known = {*tasks}
+    is_papers = known and known <= accuracy["0.5B"]["full-8:8"].keys()
     return {
         size: {format: fmean(values[task] for task in known) for format, values in models.items()}
-        for size, models in (accuracy.items() if known else ())
+        for size, models in (accuracy.items() if is_papers else ())
     }

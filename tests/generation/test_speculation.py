@@ -128,7 +128,7 @@ def test_drafts_never_break_a_grammar():
             engine = ScriptedEngine(vocab_size=300, logits=repeating)
             ahead = speculation(engine) if drafts else None
             [outputs], done = texts_of(engine, [request], ahead)
-            texts.append([output.token for output in outputs])
+            texts.append([(output.text, output.generated) for output in outputs])
         assert texts[0] == texts[1]
         assert 0 < done.accepted_tokens < done.draft_tokens
 

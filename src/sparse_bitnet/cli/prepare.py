@@ -54,7 +54,7 @@ class SourceConfig:
     hash. Default: 0.03 for Python files, 0.01 for local files, 0.0005 for a hub data set."""
 
     limit_bytes: int | None = None
-    """Read only the first N bytes of SOURCE's text."""
+    """Stop after the document that reaches N bytes of text; a .txt or .md file is a few documents."""
 
     near_duplicates: bool = True
     """Keep near-duplicate documents on one side of the train/validation split; with --validation, skip

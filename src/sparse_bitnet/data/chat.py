@@ -76,7 +76,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
         given = _alpaca(row) if is_alpaca else _from_json(given)
         messages = [_message(each) for each in given]
         begins = messages[0]["role"] if messages else "system"
-        if begins != "system" and row.get("system") and column not in row:
+        if begins != "system" and row.get("system"):
             messages.insert(0, _message({"role": "system", "content": row["system"]}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -24,6 +24,7 @@ from sparse_bitnet.errors import UserError, install, reason_of
 from sparse_bitnet.generation.open_model import open_model
 from sparse_bitnet.nn.convert import selected
 from sparse_bitnet.training.device import resolve_device, resolve_dtype
+from sparse_bitnet.training.logits import check_logits
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -95,6 +96,7 @@ def evaluate_tasks(
                 batch_size=batch_size,
                 mixed_precision_dtype=None if dtype == torch.float32 else dtype,
             )
+            check_logits(model._model)
             stack.enter_context(selected(model._model))
         else:
             from sparse_bitnet.evaluation.engine_lm import EngineLM

@@ -112,9 +112,7 @@ def perplexity(
     return Perplexity(mean_nll=mean, tokens=scored)
 
 
-def _pieces(
-    tokens: TokenSequence | np.ndarray, context_length: int, chat: np.ndarray | None
-) -> Iterator[Piece]:
+def _pieces(tokens: TokenSequence, context_length: int, chat: np.ndarray | None) -> Iterator[Piece]:
     """Yield the windows in which something is scored; those of conversations by length, so that equally
     long ones share a batch."""
     cut: Iterable[tuple[int, int]] = windows(len(tokens), context_length, chat)
@@ -193,8 +191,9 @@ class Evaluation(Perplexity):
         return self.mean_nll * self.tokens / math.log(2) / self.text_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field and both derived values, ready for JSON."""
-        return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | asdict(self)
+        """Return every field and both derived values, ready for JSON, which has no infinity."""
+        perplexity = self.perplexity if math.isfinite(self.perplexity) else None
+        return {"perplexity": perplexity, "bits_per_byte": self.bits_per_byte} | asdict(self)
 
 
 def read_text(

@@ -7,7 +7,7 @@ this module imports no torch.
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from sparse_bitnet.checkpoint.config_fields import FULL, WINDOWED
 from sparse_bitnet.checkpoint.load import load_tokenizer
@@ -76,9 +76,7 @@ def write_safetensors(path: Path, tensors: Tensors, on_progress: OnProgress | No
                 on_progress(done, total)
 
 
-def plain_config(
-    config: dict[str, Any], dtype: Union["torch.dtype", str] = "float32"
-) -> dict[str, Any]:
+def plain_config(config: dict[str, Any], dtype: "torch.dtype | str" = "float32") -> dict[str, Any]:
     """Return a config.json without quantization, as if the model had never been exported. It states
     `dtype` under the one of its two names that readers look at first."""
     dropped = ("torch_dtype", "quantization_config", EXPORTED_FORMAT, *WITHOUT_IMPORT)

@@ -74,8 +74,6 @@ class Output:
     text: str
     scores: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
-    token: int | None = None
-    """The token that was sampled, if any."""
     generated: int = 0
     """Number of tokens sampled so far."""
 
@@ -338,26 +336,26 @@ class Generation:
         token = self._sampler.draw(logits if matcher is None else matcher.masked(logits))
         self.context.append(token)
         if token in request.stop_tokens:
-            return self._output(self._stream.flush(), "stop", token)
+            return self._output(self._stream.flush(), "stop")
         if request.top_scores is not None:
             self._held.append(score(logits, token, request.top_scores))
         text = self._stream.add(token)
         if self._stream.stopped:
-            return self._output(text, "stop", token)
+            return self._output(text, "stop")
         if matcher is not None and matcher.take(token):
-            return self._output(text + self._stream.flush(), "stop", token)
+            return self._output(text + self._stream.flush(), "stop")
         if self.generated >= request.max_tokens:
-            return self._output(text + self._stream.flush(), "length", token)
-        return self._output(text, None, token)
+            return self._output(text + self._stream.flush(), "length")
+        return self._output(text, None)
 
-    def _output(self, text: str, finish: FinishReason | None, token: int) -> Output:
+    def _output(self, text: str, finish: FinishReason | None) -> Output:
         self._pieces.append(text)
         stream, sure = self._stream, len(self._held)
         if finish is None or stream.stopped:
             # The scores of a stop string's tokens are dropped with it.
             sure -= len(stream.held)
         scores, self._held = tuple(self._held[:sure]), self._held[sure:]
-        return Output(text, scores, finish, token, self.generated)
+        return Output(text, scores, finish, self.generated)
 
     def forget(self) -> None:
         """Close the sequence; it can be computed again from the tokens."""

@@ -91,6 +91,8 @@ def check_logits(model: "PreTrainedModel") -> None:
     failure = f"{type(model).__name__} cannot be trained or scored as a causal language model"
     with library_errors_as(failure), evaluation_mode(model), selected(model):
         own = model(input_ids=input_ids, use_cache=False).logits.float()
+        if not own.isfinite().all():
+            raise UserError(f"{failure}: its logits are not finite, so weights may be damaged")
         ours = capped(head(hidden_states(model, input_ids)).float(), logit_cap(model))
         if _differ(own[..., : ours.shape[-1]], ours):
             raise UserError(f"{failure}: layers lie between its decoder and its head")
