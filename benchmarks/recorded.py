@@ -62,7 +62,7 @@ def filled(columns: Sequence[tuple[str, str]], rows: Sequence[Row], command: str
     """Return `markdown` with one line per row: table heads, each with a format string for the row's
     values."""
     lines = [[cell.format_map(row) for _, cell in columns] for row in rows]
-    where = {**rows[0]}
+    where = {**max(rows, key=lambda row: row.get("date", ""))}
     for name, mark in (("commit", ", "), ("hardware", "; ")):
         where[name] = mark.join(dict.fromkeys(row[name] for row in rows if name in row))
     return markdown([head for head, _ in columns], lines, where, command)
