@@ -8,7 +8,7 @@
 //   constexpr int strip_tile_from                    the same of i2 with group scales; lookup: two thirds
 //   constexpr int strips_together                    strips of i2 that are multiplied at once
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2; and for Fours x
-//   constexpr bool takes_any_bytes                   dot_codes multiplies any unsigned bytes, else any signed ones
+//   constexpr bool takes_any_bytes                   without NARROW_SUMS: dot_codes takes any unsigned bytes, else signed
 //   FUSED(a, b, c)                                   a * b + c, rounded once
 //   LookupTable, lookup_table, look_up               see matmul_lookup-inl.h
 // with PAIRED_TILES dot_pairs, for tiles in pairs of rows, with NARROW_SUMS widen, dot_int8, int8_offset and what

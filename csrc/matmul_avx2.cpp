@@ -18,7 +18,6 @@ namespace avx2_matmul {
 #include "matmul_vectors-inl.h"
 #include "matmul_avx2-inl.h"
 
-constexpr bool takes_any_bytes = false;
 constexpr int int8_offset = 0;
 
 // Rows that a tile does not have are sums of anything: these may wrap around.

@@ -71,7 +71,7 @@ constexpr int row_lanes = VECTOR_BYTES / 4;
 constexpr int quads = VECTOR_BYTES / 16;  // of 128 bits
 
 // 128 bits from a, then from b, then those behind in turn. A vector of 128 bits holds those of a.
-INLINE Bytes load_quads(const std::uint8_t* a, const std::uint8_t* b) {
+INLINE Bytes load_quads(const std::uint8_t* a, [[maybe_unused]] const std::uint8_t* b) {
 #if VECTOR_BYTES == 16
   return load_bytes(a);
 #elif VECTOR_BYTES == 32
