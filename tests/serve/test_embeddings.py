@@ -101,7 +101,7 @@ def test_many_texts_leave_room_for_a_chat(client):
         ({"input": [[]]}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": "a" * 2000}, "more tokens than the context length"),
-        ({"input": ["fine", [257]]}, "above the vocabulary"),
+        ({"input": ["fine", [257]]}, "outside the vocabulary"),
         ({"input": ["fine", 3]}, "input"),
         ({}, "input is missing"),
         ({"input": "a", "dimensions": 9}, "dimensions 9: the model's vectors have 8"),

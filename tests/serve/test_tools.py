@@ -81,6 +81,10 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
         (HERMES, tagged(CALL, OTHER), "", [("weather", ARGUMENTS), ("time", "{}")]),
         (HERMES, tagged(CALL) + "\nDone.", "\nDone.", [("weather", ARGUMENTS)]),
         (HERMES, tagged(CALL)[:-12] + tagged(OTHER), "", [("weather", ARGUMENTS), ("time", "{}")]),
+        (HERMES, tagged(f"{CALL}\n{CALL}"), "", 2 * [("weather", ARGUMENTS)]),
+        (HERMES, tagged(CALL[:-1] + f', "x": {LLAMA_CALL}}}'), "", [("weather", ARGUMENTS)]),
+        (HERMES, tagged(OTHER.replace("{}", "null")), "", [("time", "{}")]),
+        (HERMES, tagged(OTHER.replace("{}", "[1]")), tagged(OTHER.replace("{}", "[1]")), []),
         (HERMES, tagged(CALL)[:-12] + " and more", "and more", [("weather", ARGUMENTS)]),
         (HERMES, tagged(CALL)[:-2], "", [("weather", ARGUMENTS)]),
         (HERMES, tagged(BROKEN) + "!", tagged(BROKEN) + "!", []),
@@ -208,8 +212,9 @@ def test_forced_calls_come_and_fit(template):
         return logits
 
     named = {"type": "function", "function": {"name": "weather"}}
+    untyped = function("weather", {key: PARAMETERS[key] for key in PARAMETERS if key != "type"})
     with serving(noise, template) as running, running.client() as client:
-        for more in ({"tool_choice": named}, {"tool_choice": "required", "tools": [WEATHER]}):
+        for more in ({"tool_choice": named}, {"tool_choice": "required", "tools": [untyped]}):
             [choice] = ask(client, seed=3, parallel_tool_calls=False, **more).choices
             assert choice.finish_reason == "tool_calls"
             assert choice.message.content is None
@@ -308,6 +313,7 @@ def test_an_answer_that_is_continued_in_its_thought_has_no_call_there():
     [
         ({"tool_choice": "required", "tools": None}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not one of the tools"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "none, auto, required or"),
         ({"tools": [TIME, TIME]}, "same name"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),

@@ -37,7 +37,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     ]
     where, param = ".".join(names)[:200], names[0][:200] if names else None
     if kind == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg']}")
+        return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {where}", param=where, code="unknown_parameter")
     if kind == "missing":

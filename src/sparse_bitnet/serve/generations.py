@@ -62,7 +62,7 @@ class ServedModel:
     def check_tokens(self, tokens: Iterable[int], param: str) -> None:
         """Raise `ApiError`, naming the parameter, for a token outside the vocabulary."""
         if (most := max(tokens, default=0)) >= self.vocab_size:
-            message = f"token {most} is above the vocabulary of {self.vocab_size} tokens"
+            message = f"token {most} is outside the vocabulary of {self.vocab_size} tokens"
             raise ApiError(400, message, param=param)
 
     def check_name(self, name: str) -> None:

@@ -49,7 +49,7 @@ Prompts = Annotated[
     list[str | TokenIds], Field(min_length=1, fail_fast=True), BeforeValidator(_listed)
 ]
 """Texts or lists of token ids; a client may also send a single one."""
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Schema = dict[str, Any]
 Words = Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1)]
@@ -316,9 +316,10 @@ class ChatBody(_Body):
             message = f"{param} needs an assistant's message without calls at the end"
         elif twice:
             message, param = f"two tools have the same name, {twice[0]!r}", "tools"
+        elif named == "":
+            message, param = "tool_choice: give none, auto, required or a function", "tool_choice"
         elif named is not None and named not in names:
-            message = f"tool_choice: {named[:64]!r} is not one of the tools"
-            param = "tool_choice"
+            message, param = f"tool_choice: {named[:64]!r} is not one of the tools", "tool_choice"
         elif self.tool_choice == "required" and not names:
             message, param = "tool_choice required needs tools", "tool_choice"
         if message:

@@ -201,7 +201,11 @@ class ToolCallReader:
         yield from ()
         opening, closing = self._syntax.opening, self._syntax.closing or "}"
         before, end, rest = self._held.partition(closing)
-        if opening and (place := before.find(opening)) >= 0:  # weak models omit the end of a call
+        # Weak models omit both tags between two calls, or the end of a call.
+        again = re.match(rf"\s*+\}}[\s,;]*+(?={_HEAD.pattern})", before) if opening else None
+        if again and again[1][1:-1] in self._names:
+            self._held, self._state = opening + self._held[again.end() :], "content"
+        elif opening and (place := before.find(opening)) >= 0:
             self._held, self._state = self._held[place:], "content"
         elif end:
             self._held, self._state = rest, "content"
@@ -219,7 +223,9 @@ class ToolCallReader:
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or name not in self._names:
             return None
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments") or call.get("parameters") or {}
+        if not isinstance(arguments, str | dict):
+            return None
         return self._start(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
@@ -249,7 +255,7 @@ def tool_grammar(
     for place, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
         is_bound = is_forced or function.strict
-        schema = (function.parameters if is_bound else None) or {"type": "object"}
+        schema = {"type": "object"} | ((function.parameters if is_bound else None) or {})
         rule = json_rule(schema, bool(function.strict))
         # One rule and line per function, with a comment that errors can name.
         bodies.append(f'body_{place}: {lark_text(head)} {rule} "}}" // tool {function.name}')
