@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from factories import make_layer, tiny_model
-from sparse_bitnet.nn.convert import convert_, selected
+from sparse_bitnet.nn.convert import convert_, quantization_config, selected
 from sparse_bitnet.nn.layer import SparseBitConfig
 
 FORMATS = (
@@ -78,6 +78,8 @@ def test_training_steps_of_a_model_do_not_recompile() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     ids = torch.randint(0, 96, (2, 16))
+    entry = quantization_config(compiled, SparseBitConfig())
+    assert entry["modules_to_not_convert"] == ["lm_head"]
 
     def loss(forward) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -74,6 +74,11 @@ def test_sr_ste_adds_the_decay_of_pruned_weights_once_a_step() -> None:
     mask = plain.select().mask
     expected = plain.weight.grad + 0.5 * plain.weight * ~mask
     torch.testing.assert_close(layer.weight.grad, expected)
+    twin = make_layer("ternary-6:8,score=sr-ste:strength=0.5")
+    twin.weight, layer.weight.grad = layer.weight, None
+    with selected(torch.nn.ModuleList([layer, twin])):
+        (layer(x) + twin(x)).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +193,9 @@ def test_int8_hadamard_keeps_the_products_of_weights_before() -> None:
     mlp.up_proj.weight = mlp.gate_proj.weight
     with pytest.raises(UserError, match=r"up_proj share their weight, which .* cannot rotate"):
         convert_(model, SparseBitConfig.parse(text.replace("32", "16")))
+    tied = tiny_model("qwen2", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"embed_tokens and lm_head share their weight"):
+        convert_(tied, SparseBitConfig.parse(text.replace("32", "16")), lambda *_: True)
 
 
 def test_schedules_equal_their_formulas() -> None:

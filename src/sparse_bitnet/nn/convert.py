@@ -92,12 +92,13 @@ def convert_(
         for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):
             _check_width(weight.shape[along], config, name)
     linear = {name: module for name, module in targets.items() if is_linear(module)}
-    owners: dict[int, tuple[str, nn.Module]] = {}
-    for name, module in linear.items() if config.variant("activation").folds else ():
-        other, first = owners.setdefault(id(module.weight), (name, module))
-        if first is not module:
+    folded = linear if config.variant("activation").folds else {}
+    owners = {id(module.weight): name for name, module in folded.items()}
+    for parameter, weight in model.named_parameters(remove_duplicate=False):
+        name, other = parameter.rpartition(".")[0], owners.get(id(weight), "")
+        if other and model.get_submodule(name) is not linear[other]:
             raise UserError(
-                f"layers {other} and {name} share their weight, which activation={config.activation} "
+                f"layers {name} and {other} share their weight, which activation={config.activation} "
                 "cannot rotate: leave both dense (dense_layers), or choose activation=int8"
             )
     model_config: Any = getattr(model, "config", None)
@@ -162,7 +163,7 @@ def _check_width(width: int, config: SparseBitConfig, name: str) -> None:
             select(row, config)
     except UserError as error:
         raise UserError(
-            f"layer {name}: {error}; choose another, or leave the layer dense (--dense-layers, "
+            f"layer {name}: {error}; choose another value, or leave the layer dense (--dense-layers, "
             "dense_layers)"
         ) from error
 
@@ -316,7 +317,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def quantization_config(model: nn.Module, config: SparseBitConfig) -> dict:
     """Return the entry of a transformers config.json: method, version, format, and the dense layers."""
     dense = [
-        name
+        name.replace("_orig_mod.", "")
         for name, module in model.named_modules()
         if (is_linear(module) or is_fused_experts(module))
         and not isinstance(module, SparseBitLinear)
@@ -363,9 +364,12 @@ def end_step_(
     layers: Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """Call `SparseBitLinear.end_step_` once for all layers that are selected and in training mode."""
+    ended = set[tuple[int, str]]()
     for layer in layers:
         if layer.training and layer.is_selected and not layer.config.is_plain:
-            layer.end_step_(reduce)
+            key = (id(layer.weight), layer.config.score)
+            layer.end_step_(reduce, key not in ended)
+            ended.add(key)
 
 
 def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float = 1.0) -> None:

@@ -120,7 +120,7 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         if self.inputs.variant.folds:
             raise UserError(
                 f"the weights are rotated for activation={self.config.activation}: convert the "
-                "original model, or keep this activation"
+                "original model, or keep this activation in the format"
             )
 
     def to_linear(self) -> nn.Linear:
@@ -277,14 +277,16 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         return x
 
     @torch.no_grad()
-    def end_step_(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Add the score's extra gradient and update the input norms, after a step's backward passes.
+    def end_step_(
+        self, reduce: Callable[[Tensor], Tensor] | None = None, adds: bool = True
+    ) -> None:
+        """Add the score's extra gradient (if `adds`), update the input norms, after a step's backwards.
 
         `reduce` sums a tensor over the processes whose inputs count together.
         """
         score, current = self.config.variant("score"), self.current
         gradient = self._own_gradient()
-        adds = score.has("gradient") and not self.dense_phase
+        adds = adds and score.has("gradient") and not self.dense_phase
         if adds and current is not None and gradient is not None:
             gradient += score.call(self._source()[0].detach(), current.mask, hook="gradient")
         if self._seen is None or self.input_norm is None:

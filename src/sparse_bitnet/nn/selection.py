@@ -125,7 +125,7 @@ def _quantized(
     matrix.asked = False  # a score may have set it
     codes, scale = quantizer.call(weight, mask, matrix=matrix)
     rows, in_features = weight.shape
-    scale = scale.float()
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=weight.device)
     per_row = scale.dim() == 2 and scale.shape[0] == rows and in_features % scale.shape[1] == 0
     is_part = matrix.reduce_sum is not None and not matrix.asked
     if scale.numel() == 1 and is_part and not per_row:

@@ -128,8 +128,9 @@ def register_score(
             when `selected` ends.
         sees_inputs: record `matrix.input_norm`, which is stored with the checkpoint.
 
-    The weight is [rows, in_features] without gradient, and all three functions return that shape. Ties
-    go to the lower index. Raises `UserError` for a name that is taken or has other characters.
+    The weight is [rows, in_features] without gradient, and all three functions return that shape and
+    leave the weight unchanged. Scores are compared in float32; ties go to the lower index. Raises
+    `UserError` for a name that is taken or has other characters.
     """
     hooks = {"shrink": shrink, "gradient": gradient}
     return _registers("score", name, hooks, sees_inputs=sees_inputs)
