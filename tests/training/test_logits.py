@@ -23,6 +23,11 @@ def test_causal_models_pass(family: str) -> None:
     check_logits(convert_(model, "ternary-6:8"))
 
 
+def test_models_with_states_pass_in_bf16_with_conversations() -> None:
+    config = transformers.MambaConfig(**{key: SIZES[key] for key in ("vocab_size", "hidden_size")})
+    check_logits(transformers.MambaForCausalLM._from_config(config, dtype=torch.bfloat16), True)
+
+
 def test_models_with_other_logits_or_attention_are_refused() -> None:
     torch.manual_seed(0)
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES))
@@ -39,7 +44,12 @@ def test_attention_that_ignores_positions_is_found() -> None:
         **{"vocab_size": 96, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2},
         **{"num_attention_heads": 2, "init_std": 0.5, "word_embed_proj_dim": 32},
     )
-    assert not keeps_apart(transformers.OPTForCausalLM(config))
+    opt = transformers.OPTForCausalLM(config)
+    assert not keeps_apart(opt)
+    with pytest.raises(
+        UserError, match="teacher opt, OPTForCausalLM takes no account of positions"
+    ):
+        check_logits(opt, True, "teacher opt, ")
     assert keeps_apart(tiny_model("qwen2", initializer_range=0.5))
 
 

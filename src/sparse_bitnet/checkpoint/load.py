@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_bitnet.checkpoint.config_fields import of_all_layers, text_config_of
+from sparse_bitnet.checkpoint.config_fields import LINEAR, of_all_layers, text_config_of
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
 from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.model_folder import (
@@ -151,6 +151,17 @@ def max_positions(model: "PreTrainedModel") -> int | None:
     """Return the maximum number of positions of a model; None if its config does not limit them."""
     config: Any = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))
+
+
+def has_states(model: "PreTrainedModel") -> bool:
+    """Whether layers keep a state of all earlier tokens: linear attention, state spaces, convolutions."""
+    from torch.nn import Conv1d
+
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    layers = getattr(decoder, "layers", decoder).modules()
+    linear = LINEAR in (getattr(config, "layer_types", None) or ())
+    stateful = linear or getattr(model, "_is_stateful", False)
+    return stateful or any(isinstance(each, Conv1d) for each in layers)
 
 
 def has_tokenizer(folder: Path) -> bool:

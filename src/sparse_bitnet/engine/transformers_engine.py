@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sparse_bitnet.checkpoint.load import max_positions
+from sparse_bitnet.checkpoint.load import has_states, max_positions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
 from sparse_bitnet.nn.convert import selected
 
@@ -43,10 +43,7 @@ class TransformersEngine(InferenceEngine):
         self._model: Any = model.eval()
         self._cache_tokens = cache_tokens or 1 << 40  # as good as without limit
         # A recurrent state cannot be cut back to an earlier token: such models compute all again.
-        decoder: Any = model.get_decoder()
-        blocks = getattr(decoder, "layers", decoder).modules()
-        has_states = any(isinstance(each, torch.nn.Conv1d) for each in blocks)
-        self._has_cache = not (getattr(model, "_is_stateful", False) or has_states)
+        self._has_cache = not has_states(model)
         rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
         is_long = rope.get("rope_type") == "longrope"
         self._switch = rope["original_max_position_embeddings"] if is_long else 1 << 40

@@ -148,7 +148,7 @@ class TrainConfig:
     """Recompute each block in the backward pass instead of storing its activations."""
 
     loss_chunk_tokens: int | None = None
-    """Number of tokens whose logits are in memory at once. Default: by vocabulary size, at least 512."""
+    """Tokens whose logits are in memory at once (all, if the head has a bias). Default: at least 512."""
 
     threads: int | None = None
     """Number of CPU threads. Default: all cores. Byte-identical runs need the same number."""

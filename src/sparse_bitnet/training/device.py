@@ -72,7 +72,7 @@ def prepare_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     make_deterministic(device)
     if device.type == "cpu":
         keep_freed_memory()
-    return device, resolve_dtype(config.precision, device)
+    return device, resolve_dtype("bf16" if config.masters == "bf16" else config.precision, device)
 
 
 def keep_freed_memory() -> None:

@@ -36,7 +36,7 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.files import check_ours, file_crc32, make_folder, write_atomic
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.logits import capped, hidden_states, logit_cap
+from sparse_bitnet.training.logits import capped, check_logits, hidden_states, logit_cap
 from sparse_bitnet.training.loss import Soft, SummedLoss, default_chunk_tokens
 from sparse_bitnet.training.model import check_positions
 
@@ -252,7 +252,9 @@ def find_teacher(
     cache = LogitCache(config, fingerprint, loader, rows, dtype) if config.logit_cache else None
     if cache and len(cache.checksums) >= cache.parts and not is_new:
         return None, cache
-    return Teacher(config.teacher, dtype, device, rows), cache
+    teacher = Teacher(config.teacher, dtype, device, rows)
+    check_logits(teacher.model, loader.dataset.is_chat, f"teacher {config.teacher}, ")
+    return teacher, cache
 
 
 class DistillationLoss(SummedLoss):

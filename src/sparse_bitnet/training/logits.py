@@ -2,13 +2,14 @@
 """How a transformers causal LM gets its logits: its decoder's last hidden states, times a scale in some
 families (Granite, Cohere), times the output head, with a cap in others (Gemma)."""
 
-from typing import TYPE_CHECKING, Any, cast
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_bitnet.checkpoint.config_fields import LINEAR
+from sparse_bitnet.checkpoint.load import has_states
 from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.nn.convert import evaluation_mode, selected
 
@@ -21,12 +22,9 @@ def hidden_states(
 ) -> Tensor:
     """Return the last ones, [batch, sequence, hidden_size], times the model's scale of its logits."""
     at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
-    decoder, kinds = model.get_decoder(), getattr(model.config, "layer_types", None) or ()
-    # Linear attention, state spaces and short convolutions have states.
-    modules = getattr(decoder, "layers", decoder).modules()
-    convolutions = (each for each in modules if isinstance(each, torch.nn.Conv1d))
-    if position_ids is not None and (LINEAR in kinds or any(convolutions)):
+    if position_ids is not None and has_states(model):
         (input_ids, at), packed = _apart(input_ids, position_ids), {}
+    decoder = model.get_decoder()
     hidden = decoder(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     hidden = hidden if at is None else hidden.flatten(0, 1)[at]
     scale = output_scale(model)
@@ -84,22 +82,30 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 @torch.no_grad()
-def check_logits(model: "PreTrainedModel") -> None:
+def check_logits(model: "PreTrainedModel", is_chat: bool = False, role: str = "") -> None:
     """Raise `UserError` where `SummedLoss` is not a model's own loss: its logits come from more than
-    `hidden_states` and the head, or a token sees later ones."""
-    input_ids, head = _probe(model), cast(torch.nn.Module, model.get_output_embeddings())
-    failure = f"{type(model).__name__} cannot be trained or scored as a causal language model"
+    `hidden_states` and the head, or a token sees later ones. With `is_chat`, also for a model whose
+    attention does not stop where positions restart. `role`: what the model is, in the message."""
+    input_ids, name = _probe(model), f"{role}{type(model).__name__}"
+    head: Any = model.get_output_embeddings()
+    failure = f"{name} cannot be trained or scored as a causal language model"
     with library_errors_as(failure), evaluation_mode(model), selected(model):
         own = model(input_ids=input_ids, use_cache=False).logits.float()
         if not own.isfinite().all():
             raise UserError(f"{failure}: its logits are not finite, so weights may be damaged")
-        ours = capped(head(hidden_states(model, input_ids)).float(), logit_cap(model))
+        hidden = hidden_states(model, input_ids).to(head.weight.dtype)
+        ours = capped(head(hidden).float(), logit_cap(model))
         if _differ(own[..., : ours.shape[-1]], ours):
             raise UserError(f"{failure}: layers lie between its decoder and its head")
         changed = torch.cat([input_ids[:, :-1], input_ids[:, :1]], 1)
         other = model(input_ids=changed, use_cache=False).logits.float()
         if _differ(own[:, :-1], other[:, :-1]):
             raise UserError(f"{failure}: its tokens see later ones")
+    parameters = inspect.signature(model.get_decoder().forward).parameters
+    takes = has_states(model) or "position_ids" in parameters
+    if is_chat and not (takes and keeps_apart(model)):
+        account = "account of positions" if takes else "positions"
+        raise UserError(f"{name} takes no {account}, so conversations cannot share a window")
 
 
 @torch.no_grad()

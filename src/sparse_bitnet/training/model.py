@@ -6,7 +6,6 @@ Merged, they become part of the weight that is quantised: their update is rounde
 returns how much of it.
 """
 
-import inspect
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.nn.convert import set_integer_forward_, sparse_layers
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
-from sparse_bitnet.training.logits import check_logits, keeps_apart
+from sparse_bitnet.training.logits import check_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,14 +59,7 @@ def initial_model(
     dataset.check_vocab(embedding.num_embeddings)
     check_positions(model, config, config.init or config.model)
     if config.init and not meta:
-        check_logits(model)
-    takes = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
-    if dataset.is_chat and not (takes and (meta or keeps_apart(model))):
-        # Its attention would not stop where positions restart.
-        raise UserError(
-            f"{type(model).__name__} takes no {'account of ' if takes else ''}positions, so "
-            "conversations cannot share a window"
-        )
+        check_logits(model, dataset.is_chat)
     ends = _end_tokens(model, dataset, tokenizer)
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, field, None)

@@ -212,7 +212,7 @@ class Trainer:
             self.loss = SummedLoss(self.model, config.loss_chunk_tokens, compiled)
             if (source := self.cache or self.teacher) is not None:
                 self.loss = DistillationLoss(self.model, config, source, compiled)
-        reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else None
+        reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else torch.float32
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
         self.shards = sharded(self.layers.values())
