@@ -64,7 +64,8 @@ def refuse_unused(options: object, names: Iterable[str], why: str) -> None:
 
 def reason_of(error: BaseException) -> str:
     """Return an error's first line, or the first two of a validation error, whose first ends with ":"."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
+    said = f"no {error}" if isinstance(error, KeyError) else str(error).strip()
+    lines = (said or type(error).__name__).splitlines()
     reason = " ".join(" ".join(lines[: 2 if lines[0].rstrip().endswith(":") else 1]).split())
     return reason if len(reason) < _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
 

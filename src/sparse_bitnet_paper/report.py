@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet_paper import claims, figures, tables
@@ -141,10 +141,8 @@ def _chapter(results: Results, judgements: Sequence[Claim]) -> dict[str, Any]:
     drawn = {name: svg for name, svg in weights.items() if name in figures.OF_WEIGHTS}
     if of_the_paper:
         drawn = {**figures.sweep_figure(results), **figures.ablation_figures(results), **drawn}
-    try:
+    with library_errors_as(f"cannot read {notes}"):
         text = notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {notes}: {error}") from error
     chapter = {"results": results, "of_the_paper": of_the_paper, "judged": judgements}
     return chapter | {"notes": text, "drawn": drawn, "weights": weights}
 

@@ -12,7 +12,6 @@ data/, runs/      prepared text, and run folders with checkpoints; not for a rep
 import dataclasses
 import gzip
 import json
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from sparse_bitnet.checkpoint.model_folder import read_json
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.errors import UserError, library_errors_as, os_errors_as
 from sparse_bitnet.files import make_folder, write_atomic
 from sparse_bitnet_paper.scales import DENSE_PATTERN, Scale, four_formats
 
@@ -112,7 +111,14 @@ class Results:
 
     def check(self, setting: dict[str, Any]) -> None:
         """Raise `UserError` that names the differences if the folder has another setting."""
-        if changed := setting_changes(self.setting, setting):
+        # What is no object in nested JSON, by its path.
+        old, new = (pd.json_normalize(each).iloc[0].to_dict() for each in (self.setting, setting))
+        changed = [
+            f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
+            for name in sorted((old.keys() | new.keys()) - {"summary"})
+            if old.get(name) != new.get(name)
+        ]
+        if changed:
             raise UserError(
                 f"{self.path} holds results of another setting ({'; '.join(changed)}); choose "
                 "another folder"
@@ -253,18 +259,14 @@ def read_lines(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    try:
-        with os_errors_as(f"cannot read {path}"):
-            content = path.read_bytes()
-            lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
-    except (EOFError, zlib.error) as error:
-        raise UserError(f"{path} is damaged ({error})") from error
+    failure = f"cannot read {path}"
+    with library_errors_as(failure), os_errors_as(failure):
+        content = path.read_bytes()
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
-        try:
+        with library_errors_as(f"{path}:{number}: not JSON"):
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not JSON ({error})") from error
         _check_keys(row, keys, f"{path}:{number}")
         rows.append(row)
     return rows
@@ -293,17 +295,6 @@ def make_setting(scale: Scale, data: Mapping[str, Any]) -> dict[str, Any]:
         "precision": str(precision).removeprefix("torch."),
     }
     return json.loads(json.dumps(setting))  # as read back from a file
-
-
-def setting_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the differences, in words, that make results of two settings incomparable."""
-    # What is no object in nested JSON, by its path.
-    old, new = (pd.json_normalize(dict(each)).iloc[0].to_dict() for each in (stored, wanted))
-    return [
-        f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
-        for name in sorted((old.keys() | new.keys()) - {"summary"})
-        if old.get(name) != new.get(name)
-    ]
 
 
 def _check_keys(values: Any, keys: Collection[str], where: object) -> None:

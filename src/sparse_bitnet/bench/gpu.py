@@ -117,8 +117,7 @@ def for_inference_(model: Any, variant: str) -> Any:
     """Replace ternary layers by `Int8Linear`; on a GPU compile the blocks. Returns `model`."""
     for name, layer in list(sparse_layers(model).items()):
         windows = layer.config.pattern if variant == "sparse" else None
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Int8Linear(layer, windows, name))
+        model.set_submodule(name, Int8Linear(layer, windows, name))
     model.eval().requires_grad_(False)
     for block in model.get_decoder().layers if model.device.type == "cuda" else ():
         block.compile(dynamic=False)

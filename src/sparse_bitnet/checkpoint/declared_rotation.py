@@ -14,7 +14,7 @@ import numpy as np
 from sparse_bitnet.checkpoint.config_fields import check_fields, shown
 from sparse_bitnet.checkpoint.model_folder import read_json
 from sparse_bitnet.checkpoint.weight_files import is_qwen35, text_model_name
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.packing.rotation import Rotation
 
 PREFIX = "prism.hadamard."
@@ -118,7 +118,7 @@ def manifest_keys(folder: Path) -> dict[str, Any]:
     read = ("schema_version", "transform", "signs", "tensors", "tied_output", "producer")
     check_fields(dict.fromkeys(only) | values, read, str(path), only)
     names: dict[str, list[Any]] = {"fold-before-matmul": [], "inverse-after-lookup": []}
-    try:
+    with library_errors_as(f"{path}: schema or entries are not known"):
         transform, signs = {"name": None, **values["transform"]}, values.get("signs", {})
         check_fields(transform, ("block_size", "sign_mode"), str(path), {"name": _SIGNED})
         for record in values["tensors"]:
@@ -128,8 +128,6 @@ def manifest_keys(folder: Path) -> dict[str, Any]:
         version = {1: 1, 2: 1, 3: 2}[values["schema_version"]]
         if any(width != str(len(part)) for width, part in signs.items()):
             raise KeyError("a sign for each input")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: schema or entries are not known ({error!r})") from None
     return {
         **{"version": version, "transform": _TRANSFORM, "axis": _AXIS},
         **{key: transform.get(key) for key in ("block_size", "sign_mode")},

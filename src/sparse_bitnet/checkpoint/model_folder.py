@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_bitnet.checkpoint.config_fields import MOST_LAYERS, check_basis, check_fields
-from sparse_bitnet.errors import UserError, os_errors_as, reason_of
+from sparse_bitnet.errors import UserError, library_errors_as, os_errors_as, reason_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -107,13 +107,11 @@ def quantization_entry(config: dict[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises `UserError` when the file is missing or holds something else."""
     raw = read_small(path)
-    try:
+    with library_errors_as(f"{path} is damaged: not readable as JSON"):
         content = json.loads(raw)
         if _SURROGATE.search(raw):
             # A lone surrogate would otherwise fail only when it is printed or written.
             json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: not readable as JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: not a JSON object")
     return content

@@ -304,10 +304,8 @@ def _read_json(path: Path, column: str | None) -> Iterator[Row]:
                     yield Row(line, f"{path}:{number}", tell() / size)
             return
         text = _decoded(file.read(), str(path))
-    try:
+    with library_errors_as(f"{path}: not JSON"):
         rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
     for number, row in enumerate(rows, 1):
         yield Row(row, f"{path}, row {number}", number / len(rows))
 

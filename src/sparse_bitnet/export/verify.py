@@ -135,7 +135,7 @@ def llama_cpp_reader(path: Path, context_length: int) -> Iterator[Reader]:
     """Load a GGUF file with llama.cpp. Raises `UserError` when it refuses the file."""
     from llama_cpp import Llama
 
-    try:
+    with library_errors_as(f"llama.cpp refuses {path}"):
         model: Any = Llama(
             str(path),
             n_ctx=context_length,
@@ -144,8 +144,6 @@ def llama_cpp_reader(path: Path, context_length: int) -> Iterator[Reader]:
             logits_all=True,
             verbose=False,
         )
-    except ValueError as error:
-        raise UserError(f"llama.cpp refuses {path}: {error}") from error
 
     def tokenise(text: str) -> list[int]:
         return model.tokenize(text.encode(), add_bos=False, special=False)
@@ -236,7 +234,7 @@ def verify(
     """
     tokens, text_name = text
     lengths = (source.config.get("max_position_embeddings"), source.trained_context_length)
-    context_length = min(LARGEST_CONTEXT, *filter(None, lengths))
+    context_length = min([LARGEST_CONTEXT, *filter(None, lengths)])
     report, count = on_progress or (lambda done, total: None), len(tokens) - 1
     trained = transformers_reader(source.folder, load_tokenizer(source.folder))
     ours, our_best, sensitivity = _score(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Union
 import numpy as np
 from zlib_ng import zlib_ng
 
-from sparse_bitnet.errors import UserError, os_errors_as
+from sparse_bitnet.errors import UserError, library_errors_as, os_errors_as
 
 if TYPE_CHECKING:
     import torch
@@ -83,9 +83,9 @@ class TensorFile:
     def __init__(self, path: Path | str) -> None:
         """Raises `UserError` for a file that is damaged, truncated, or not of this kind."""
         self.path = Path(path)
-        try:
-            with os_errors_as(f"cannot read {path}"):
-                self._data = np.asarray(np.memmap(self.path, np.uint8, mode="c"))
+        damaged = library_errors_as(f"{path}: the header is damaged, copy it again")
+        with damaged, os_errors_as(f"cannot read {path}"):
+            self._data = np.asarray(np.memmap(self.path, np.uint8, mode="c"))
             data_begin = _LENGTH_BYTES + int.from_bytes(
                 self._data[:_LENGTH_BYTES].tobytes(), "little"
             )
@@ -104,10 +104,6 @@ class TensorFile:
             ends = [data_begin, *sorted(entry.end for entry in self.entries.values())]
             if ends[:-1] != sorted(entry.begin for entry in self.entries.values()):
                 raise ValueError("its tensors leave a gap, or overlap")
-        except UserError:
-            raise
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: the header is damaged ({error!r}); copy it again") from error
         size, end = len(self._data), ends[-1]
         if end != size:
             raise UserError(

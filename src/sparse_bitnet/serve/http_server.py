@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.serve.api_error import ApiError
 from sparse_bitnet.serve.threaded_scheduler import ThreadedScheduler
 
@@ -87,12 +87,10 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 picks a free one. Raises `UserError` if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    try:
+    with library_errors_as(f"cannot listen on --host {host} --port {port}"):
         bound = socket.create_server(
             (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
         )
-    except (OSError, UnicodeError, OverflowError) as error:
-        raise UserError(f"cannot listen on --host {host} --port {port}: {error}") from error
     # Declared as TCP's: asyncio then sends small events at once, without Nagle's 40 ms.
     return socket.socket(family, bound.type, socket.IPPROTO_TCP, bound.detach())
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from sparse_bitnet.checkpoint import saved_steps
 from sparse_bitnet.checkpoint.model_folder import read_json, read_json_if_there
 from sparse_bitnet.checkpoint.saved_steps import FOLDER, MODEL_FOLDER, MOMENTS, SavedStep
-from sparse_bitnet.errors import UserError
+from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.files import TEMPORARY_PREFIX, check_ours, file_crc32, locked_folder, sync_tree
 from sparse_bitnet.nn.convert import sparse_layers
 from sparse_bitnet.ops.mask_words import word_dtype
@@ -97,10 +97,8 @@ def check_run(run: Path, config: TrainConfig) -> None:
 def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
     """Raise `UserError` when the stored inputs of a run are damaged, or other ones than `data`."""
     models = {name: data[name] for name in ("teacher", "init")}
-    try:  # older releases did not store these
+    with library_errors_as(f"{run} is damaged"):  # older releases did not store the models
         known = {**models, **stored}
-    except TypeError as error:
-        raise UserError(f"{run} is damaged: {error}") from error
     for name in models:
         if known[name] != data[name]:
             other = f"another {'teacher' if name == 'teacher' else 'initial model'}"
@@ -114,10 +112,8 @@ def finished_result(run: Path, config: TrainConfig, data: dict[str, Any]) -> Run
     if it was scored on another number of tokens."""
     if not (path := run / RESULT).is_file() or not (run / "final").is_dir():
         return None
-    try:
+    with library_errors_as(f"{path} is damaged"):
         result = RunResult(**read_json(path))
-    except TypeError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
     check_inputs(run, result.data, data)
     if (scored := read_config(run).validation_tokens) != config.validation_tokens:
         raise UserError(
