@@ -197,7 +197,7 @@ def read_checkpoint(
     if opened.kind == "trained":
         weight = read_format(opened.entry, str(opened.folder / CONFIG_FILE)).weight
     else:
-        weight = "ternary" if opened.entry.get("quant_method") == "bitnet" else "full"
+        weight = "ternary" if opened.kind == "foreign" else "full"
     parts = Path(path_or_id).absolute().parts
     return CheckpointWeights(
         label=[part for part in parts if part not in ("final", "checkpoints", "/")][-1],

@@ -258,7 +258,7 @@ def table(rows: list[Row]) -> "Table":
     first = rows[0]
     shown = Table(
         title=f"{first['model']} {first['pattern']}, kv-cache {first['kv_cache']}",
-        caption=f"Medians of {first['rounds']} rounds. Spread: slowest round over fastest. Share: of the "
+        caption=f"Medians; rounds: {first['rounds']}. Spread: slowest round over fastest. Share: of the "
         "machine's limit, measured too. MB: resident memory. A batch shares one context.",
         box=box.SIMPLE_HEAD,
     )

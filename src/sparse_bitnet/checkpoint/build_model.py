@@ -68,7 +68,7 @@ def build_model(
         stored = find_checkpoint(init)
         if stored.kind == "packed":
             raise UserError(
-                f"--init {init} is packed: training needs the weights, so name the run it was packed from"
+                f"{init} is packed: training needs the weights, so name the run it was packed from"
             )
         if stored.kind == "foreign" and stored.entry:  # loads, but in layers that are not converted
             raise unsuited(stored, ("trained",))

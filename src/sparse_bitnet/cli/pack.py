@@ -85,7 +85,8 @@ def _print_result(packed: "PackedSize") -> None:
     metadata = packed.metadata
     bits = 8 * packed.weight_bytes / metadata.weights
     others = packed.file_bytes - packed.weight_bytes - packed.embedding_bytes
-    print(f"Packed {metadata.format} as {metadata.packed_format}")
+    basis = "" if metadata.rotation is None else " in a rotated basis"
+    print(f"Packed {metadata.format}{basis} as {metadata.packed_format}")
     for count, part in (
         (packed.weight_bytes, f"{metadata.weights:,} ternary weights, {bits:.4f} bits each"),
         (packed.embedding_bytes, f"embeddings, {metadata.embeddings}"),

@@ -122,11 +122,12 @@ def main(
         raise UserError("--conversations, --batch-size and --seed need --from-model")
     started, is_there = time.monotonic(), os.path.exists(Path(out) / MANIFEST)
     manifest = prepare(parse_source(source, **asdict(text)), out, **options)
+    kind = "JSON" if manifest.is_chat else "text"
     for name, split in manifest.splits.items():
         size = split.text_bytes
         shown = f"{size / 1e6:,.2f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
         print(
-            f"{name}: {_count(split.documents, 'document')}, {shown} of text, "
+            f"{name}: {_count(split.documents, 'document')}, {shown} of {kind}, "
             f"{split.tokens:,} tokens in {_count(len(split.shards), 'shard')}"
         )
         if manifest.is_chat and split.tokens:

@@ -300,7 +300,8 @@ def evaluate(
 def _format(model: Any, entry: dict[str, Any]) -> str:
     """Return the format of an engine's folder, or of the first of our layers in a model."""
     if isinstance(model, InferenceEngine):
-        return f"{SparseBitConfig.from_dict(entry['format'])}, packed as {entry['packed_format']}"
+        basis = ", rotated" * ("rotation" in entry)
+        return f"{SparseBitConfig.from_dict(entry['format'])}{basis}, packed as {entry['packed_format']}"
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), SparseBitConfig):
             packed = getattr(module, "packed_format", None)

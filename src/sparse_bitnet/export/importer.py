@@ -160,7 +160,7 @@ def _master(source: _Foreign, layer: str) -> "Tensor":
     if ternary.weight_scale.dim():
         raise UserError(
             f"layer {layer} has several scales, which only packed folders hold: import it with "
-            "--packed-format auto"
+            "--packed-format auto (packed models cannot be trained)"
         )
     # Above `largest`, the magnitudes or the sum for their mean would be infinite.
     nonzero, size = int(ternary.codes.count_nonzero()), ternary.codes.numel()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sparse_bitnet.generation.request import Generation
     from sparse_bitnet.generation.speculation import Speculation
 
+_REMEDY = "; use --engine transformers"
 _NOT_PACKED = "the model is not packed"
 _NOT_BUILT = (
     "the CPU engine was not built with this installation: install with a C++ compiler, without "
@@ -199,7 +200,7 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
     names = ("weight_format", "head", "kv_cache", "activations")
     refuse_unused(options, names, f"only the CPU engine has it, which is not in use: {why}")
     if options.engine == "auto" and options.device != "cuda" and why != _NOT_PACKED:
-        print(f"running through transformers: {why}", file=sys.stderr)
+        print(f"running through transformers: {why.removesuffix(_REMEDY)}", file=sys.stderr)
 
     import torch
 
@@ -291,7 +292,8 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
         try:
             read_architecture(model.config, str(model.folder))
         except Unsupported as error:
-            print(f"running through transformers: {error}", file=sys.stderr)
+            reason = str(error).removesuffix(_REMEDY)
+            print(f"running through transformers: {reason}", file=sys.stderr)
             return str(model.folder)
     from filelock import FileLock
 

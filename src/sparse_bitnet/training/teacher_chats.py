@@ -52,7 +52,9 @@ def write_conversations(
         )
     size = BATCH_SIZE[place.type] if batch_size is None else batch_size
     if path.suffix != ".jsonl" or min(count, size) < 1:
-        raise UserError(f"{path}: name a .jsonl file; --conversations and --batch-size at least 1")
+        raise UserError(
+            "--from-model: give FILE.jsonl, --conversations and --batch-size at least 1"
+        )
     made = {"teacher": fingerprint(teacher), "seed": seed, "tokens": longest, "batch_size": size}
     made["template"] = zlib.crc32(str(tokenizer.chat_template).encode())
     if len(rows := _written(path, made)) == count:
