@@ -196,8 +196,3 @@ def test_the_child_of_a_fork_does_not_wait_for_the_threads_of_its_parent():
         assert not (kernels.nm_mask(weight, 2, 4).numpy() != expected).any()
 
     run_in_fork(check)
-
-
-def test_an_unknown_instruction_set_lists_those_of_this_machine():
-    with pytest.raises(ValueError, match=r"instruction set sse9: this machine has .*generic"):
-        cpu.Kernels("sse9")

@@ -14,7 +14,6 @@ from sparse_bitnet.ops.quantize_int8 import quantize_int8
 from sparse_bitnet.ops.select_ternary import absmean, quantize_ternary
 
 FLOATS = st.floats(min_value=-1e6, max_value=1e6, width=32, allow_nan=False)
-UNIT_ROUNDOFF = 2.0**-24
 
 
 @st.composite
@@ -69,9 +68,6 @@ class TestTernary:
         assert not codes.requires_grad
         assert not scale.requires_grad
 
-    def test_nan_reaches_the_scale(self) -> None:
-        assert absmean(torch.tensor([1.0, float("nan")])).isnan()
-
     def test_mean_of_many_small_beside_one_large_is_exact(self) -> None:
         # A float32 running sum would lose every one of the small ones.
         weight = torch.full((1025, 1024), 2.0**-24)
@@ -95,24 +91,9 @@ class TestInt8:
         x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
         assert quantize_int8(x)[0].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
-    def test_zero_token_has_zero_codes_and_the_floor_as_scale(self) -> None:
-        codes, scale = quantize_int8(torch.zeros(2, 8))
-        assert not codes.any()
-        assert (scale == np.float32(1e-5) / np.float32(127)).all()
-
     @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 8), (2, 0, 8)])
     def test_leading_dimensions_are_kept(self, shape: tuple[int, ...]) -> None:
         codes, scale = quantize_int8(torch.randn(shape))
         assert codes.shape == shape
         assert scale.shape == (*shape[:-1], 1)
         assert (codes.dtype, scale.dtype) == (torch.int8, torch.float32)
-
-    def test_nan_reaches_the_scale_of_its_own_token_only(self) -> None:
-        _, scale = quantize_int8(torch.tensor([[1.0, float("nan")], [1.0, 2.0]]))
-        assert scale.isnan().tolist() == [[True], [False]]
-
-    def test_int8_error_is_at_most_half_a_step(self) -> None:
-        x = torch.randn(64, 256)
-        codes, scale = quantize_int8(x)
-        step = x.abs().amax(-1, keepdim=True) / 127
-        assert ((codes * scale - x).abs() <= step * (0.5 + 127 * 4 * UNIT_ROUNDOFF)).all()
