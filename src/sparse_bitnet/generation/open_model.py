@@ -200,7 +200,7 @@ def open_engine(folder: str, options: EngineOptions) -> "InferenceEngine":
     names = ("weight_format", "head", "kv_cache", "activations")
     refuse_unused(options, names, f"only the CPU engine has it, which is not in use: {why}")
     if options.engine == "auto" and options.device != "cuda" and why != _NOT_PACKED:
-        print(f"running through transformers: {why.removesuffix(_REMEDY)}", file=sys.stderr)
+        print(f"running through transformers: {why}", file=sys.stderr)
 
     import torch
 
@@ -248,7 +248,7 @@ def why_not_cpu(folder: str | Path, options: EngineOptions) -> str | None:
         lacks = error if isinstance(error, Unsupported) else Unsupported(f"{_NOT_BUILT} ({error})")
         if options.engine == "cpu":
             raise lacks from None
-        return str(lacks)
+        return str(lacks).removesuffix(_REMEDY)
     return None
 
 
