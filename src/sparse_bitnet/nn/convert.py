@@ -287,11 +287,10 @@ def input_norms(
         for name, layer in layers.items():
             hook = layer.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
             hooks.callback(hook.remove)
-        device = next(model.parameters()).device
         for batch in batches:
             if not isinstance(batch, Tensor) or batch.dtype != torch.int64 or batch.dim() != 2:
                 raise UserError("convert_: calibration must be token ids, int64 [batch, sequence]")
-            model(input_ids=batch.to(device))
+            model(input_ids=batch.to(next(model.parameters()).device))
     if not any(tokens.values()):
         raise UserError("convert_: the calibration text is empty")
     # No token reaches some layers, for example an expert that is never chosen.
@@ -364,12 +363,11 @@ def end_step_(
     layers: Iterable[SparseBitLinear], reduce: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """Call `SparseBitLinear.end_step_` once for all layers that are selected and in training mode."""
-    ended = set[tuple[int, str]]()
+    first = dict[tuple[int, str], SparseBitLinear]()  # of the layers that share a weight
     for layer in layers:
         if layer.training and layer.is_selected and not layer.config.is_plain:
             key = (id(layer.weight), layer.config.score)
-            layer.end_step_(reduce, key not in ended)
-            ended.add(key)
+            layer.end_step_(reduce, first.setdefault(key, layer) is layer)
 
 
 def set_phase_(layers: Iterable[SparseBitLinear], kept: int | None, blend: float = 1.0) -> None:
