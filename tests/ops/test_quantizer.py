@@ -91,9 +91,18 @@ class TestInt8:
         x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
         assert quantize_int8(x)[0].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
+    def test_zero_token_has_zero_codes_and_the_floor_as_scale(self) -> None:
+        codes, scale = quantize_int8(torch.zeros(2, 8))
+        assert not codes.any()
+        assert (scale == np.float32(1e-5) / np.float32(127)).all()
+
     @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 8), (2, 0, 8)])
     def test_leading_dimensions_are_kept(self, shape: tuple[int, ...]) -> None:
         codes, scale = quantize_int8(torch.randn(shape))
         assert codes.shape == shape
         assert scale.shape == (*shape[:-1], 1)
         assert (codes.dtype, scale.dtype) == (torch.int8, torch.float32)
+
+    def test_nan_reaches_the_scale_of_its_own_token_only(self) -> None:
+        _, scale = quantize_int8(torch.tensor([[1.0, float("nan")], [1.0, 2.0]]))
+        assert scale.isnan().tolist() == [[True], [False]]
