@@ -179,10 +179,9 @@ TARGET __attribute__((noinline)) static void lookup_strip_sums(const Matrix& mat
           total[s][t] += value;
         }
       }
-      ++g;
     };
-    if (!is_shared) add_up(0, digits);
-    UNROLL for (int p = 0; p < digits && is_shared; ++p) add_up(p, 1);
+    if (!is_shared) add_up(0, digits), ++g;
+    UNROLL for (int p = 0; p < digits && is_shared; ++p, ++g) add_up(p, 1);
   }
   for (int s = 0; s < count; ++s) {
     UNROLL for (int t = 0; t < T; ++t) store(sums + t * sums_apart + s * step, total[s][t]);
