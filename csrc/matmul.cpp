@@ -135,7 +135,19 @@ Activations Activations::range(std::int64_t begin, std::int64_t end) const {
   return part;
 }
 
-int Matrix::strip_code(std::int64_t row, std::int64_t column) const {
+int Matrix::code(std::int64_t row, std::int64_t column) const {
+  const std::uint8_t* of_row = data + row * row_stride;
+  if (format == WeightFormat::int8) return std::int8_t(of_row[column]);
+  if (format == WeightFormat::int4) {
+    const std::int64_t half = int4_group / 2, in_group = column % int4_group;
+    const int byte = of_row[column / int4_group * half + in_group % half];
+    return (in_group < half ? byte & 15 : byte >> 4) - 8;
+  }
+  if (!in_strips()) {
+    if (format == WeightFormat::i2) return packed::i2_code(of_row, columns, column);
+    const int in_strip = int(row % lookup::shape_of(pattern).rows());
+    return lookup::digit_at(pattern, of_row - in_strip * row_stride, in_strip, column) - 1;
+  }
   if (format == WeightFormat::lookup) {
     const lookup::StripPlace place = lookup::strip_place(columns, group, column);
     const std::int64_t block = place.block * lookup::triples.vectors() * lookup::block_codes;
@@ -197,26 +209,13 @@ void table_row(const Table& table, std::int64_t row, float* out) {
         std::memcpy(out + i, &bits, sizeof bits);
       }
       break;
-    case TableType::int8:
-      for (std::int64_t i = 0; i < columns; ++i) {
-        out[i] = float(std::int8_t(data[i])) * table.scales[row];
-      }
-      break;
-    case TableType::int4:
-      for (std::int64_t i = 0; i < columns; ++i) {
-        const std::int64_t group = i / int4_group, place = i % int4_group;
-        const int byte = data[group * (int4_group / 2) + place % (int4_group / 2)];
-        const int code = (place < int4_group / 2 ? byte & 15 : byte >> 4) - 8;
-        out[i] = float(code) * table.scales[row * (columns / int4_group) + group];
-      }
-      break;
-    case TableType::i2: {
+    default: {
       const Matrix matrix = table.matrix();
-      for (std::int64_t i = 0; i < columns; i += table.group) {
-        const float scale = matrix.group_scale(row, i / table.group);
-        for (std::int64_t c = i; c < i + table.group; ++c) out[c] = float(matrix.strip_code(row, c)) * scale;
+      const std::int64_t group = table.type == TableType::int8 ? columns : matrix.summed_group();
+      for (std::int64_t i = 0; i < columns; i += group) {
+        const float scale = table.scales ? table.scales[(row * columns + i) / group] : matrix.group_scale(row, i / group);
+        for (std::int64_t c = i; c < i + group; ++c) out[c] = float(matrix.code(row, c)) * scale;
       }
-      break;
     }
   }
 }
@@ -268,7 +267,7 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
                                                                          : max_rows_without_unit;
   const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
-  const std::int32_t* sums = x.on_unit ? nullptr : group_sums(kernels, pool, x, group);
+  const std::int32_t* sums = x.on_unit || !kernels.matmul.sum_groups ? nullptr : group_sums(kernels, pool, x, group);
   const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.on_unit;
   if (by_sums && kernels.matmul.sums) x.sum_tables = sum_tables(*kernels.matmul.sums, pool, x, group);
   // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the

@@ -60,8 +60,8 @@ struct Matrix {
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
   bool in_strips() const { return group != 0 || format == WeightFormat::b3_strips; }
   std::int64_t rows_of_strip() const { return format == WeightFormat::b3_strips ? b3_strips::rows : strip_rows; }
-  // Of a matrix in strips the code, and of one with groups the scale, of a place.
-  int strip_code(std::int64_t row, std::int64_t column) const;
+  // The weight of a place without its scale, and of a matrix with groups that scale.
+  int code(std::int64_t row, std::int64_t column) const;
   float group_scale(std::int64_t row, std::int64_t index) const;
 
   static std::int64_t bytes_per_row(WeightFormat format, packed::Pattern pattern,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any machine, and the oracle of the other instruction sets: rows are unpacked one at a time by the
+// Any machine, and the oracle of the other instruction sets: rows are unpacked one weight at a time by the
 // functions that specify the formats, then multiplied by plain loops.
 
 #include <cstdint>
@@ -11,42 +11,6 @@ namespace generic_matmul {
 
 #define TARGET
 #include "matmul_edges-inl.h"
-
-// Weights [begin, begin + count) of a row, a column_block at most, as signed bytes.
-static void unpack(const Matrix& matrix, std::int64_t index, std::int64_t begin,
-                   std::int64_t count, std::int8_t* out) {
-  const std::uint8_t* row = matrix.data + index * matrix.row_stride;
-  if (matrix.in_strips()) {
-    for (std::int64_t c = begin; c < begin + count; ++c) out[c - begin] = std::int8_t(matrix.strip_code(index, c));
-    return;
-  }
-  switch (matrix.format) {
-    case WeightFormat::lookup: {
-      const int in_strip = int(index % lookup::shape_of(matrix.pattern).rows());
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::uint8_t* strip = row - in_strip * matrix.row_stride;
-        out[i] = std::int8_t(lookup::digit_at(matrix.pattern, strip, in_strip, begin + i) - 1);
-      }
-      return;
-    }
-    case WeightFormat::i2:
-      for (std::int64_t i = 0; i < count; ++i) {
-        out[i] = std::int8_t(packed::i2_code(row, matrix.columns, begin + i));
-      }
-      return;
-    case WeightFormat::b3_strips: return;  // lies in strips
-    case WeightFormat::int8:
-      for (std::int64_t i = 0; i < count; ++i) out[i] = std::int8_t(row[begin + i]);
-      return;
-    case WeightFormat::int4:
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t group = (begin + i) / int4_group, j = (begin + i) % int4_group;
-        const std::uint8_t byte = row[group * (int4_group / 2) + j % (int4_group / 2)];
-        out[i] = std::int8_t((j < int4_group / 2 ? byte & 15 : byte >> 4) - 8);
-      }
-      return;
-  }
-}
 
 static std::int32_t dot(const std::int8_t* a, const std::int8_t* b, std::int64_t count) {
   std::int32_t sum = 0;
@@ -68,11 +32,6 @@ static float group_dots(const std::int8_t* weights, const float* scales, const s
   return sum;
 }
 
-// Not needed here: the weights are signed.
-static void sum_groups(const std::int8_t*, std::int64_t groups, std::int64_t, std::int32_t* sums) {
-  __builtin_memset(sums, 0, groups * sizeof(std::int32_t));
-}
-
 static PieceSums multiply(const Activations& x, const std::int32_t*, const Matrix& matrix, std::int64_t begin,
                           std::int64_t end, std::int32_t* dots, MatmulScratch& scratch) {
   std::int8_t* weights = reinterpret_cast<std::int8_t*>(scratch.tile);
@@ -85,7 +44,7 @@ static PieceSums multiply(const Activations& x, const std::int32_t*, const Matri
   for (std::int64_t r = begin; r < end; ++r) {
     for (std::int64_t c = 0; c < matrix.columns; c += block) {
       const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-      unpack(matrix, r, c, count, weights);
+      for (std::int64_t i = 0; i < count; ++i) weights[i] = std::int8_t(matrix.code(r, c + i));
       const float* scales = nullptr;
       float row_scales[max_groups_a_block];
       if (int4) {
@@ -115,7 +74,7 @@ static PieceSums multiply(const Activations& x, const std::int32_t*, const Matri
 
 }  // namespace generic_matmul
 
-const MatmulKernels matmul_generic = {generic_matmul::quantize_token, generic_matmul::sum_groups,
+const MatmulKernels matmul_generic = {generic_matmul::quantize_token, nullptr,
                                       generic_matmul::multiply, generic_matmul::finish_token, nullptr, 0,
                                       nullptr};
 
