@@ -16,14 +16,14 @@ TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std
 
 // The groups of a matrix or of a tile of it and how their sums become floats, for tokens from the first on.
 struct GroupSums {
-  std::int64_t group, in_row;     // columns of a group; groups of a row
+  std::int64_t group, in_row;     // columns of a group, all without groups; groups of a row
   std::int32_t offset;            // codes are so much too high
   const std::int32_t* code_sums;  // [tokens, parts, in_row]
   std::int64_t parts;             // codes, and fine where there is one
   const float* activation_scales;          // [tokens, in_row], or null
 
   GroupSums(const Matrix& matrix, const Activations& x, const std::int32_t* sums)
-      : group(matrix.summed_group()),
+      : group(matrix.summed_group() ? matrix.summed_group() : matrix.columns),
         in_row(packed::divide_up(matrix.columns, group)),
         offset(matrix.format == WeightFormat::int4 ? 8 : 1),
         code_sums(sums),

@@ -45,26 +45,33 @@ INLINE std::int64_t to_next_tile(const Matrix& matrix, std::int64_t begin, std::
   return bytes_before(matrix, next) - bytes_before(matrix, c) - (r - begin) * matrix.row_stride;
 }
 
-// The integer sums of a piece, as of row_dots. Columns outside, so that activations that do not fit into
-// a cache are fetched once for all rows of the piece.
-TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                              const Activations& x, bool fine, std::int32_t* dots, MatmulScratch& scratch) {
+// The integer sums of a piece, as of row_dots, or where it is scaled by groups the float sums [tokens, sums_apart].
+// Columns outside, so that activations that do not fit into a cache are fetched once for all rows of the piece.
+TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
+                              const std::int32_t* group_sums, std::int32_t* dots, MatmulScratch& scratch) {
   const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
-  const std::int64_t apart = sums_apart(begin, end), step = apart * (fine ? 2 : 1);
+  const bool fine = x.fine && !is_ternary(matrix.format), has_groups = matrix.summed_group() != 0;
+  const std::int64_t apart = sums_apart(begin, end), step = apart * (fine && !has_groups ? 2 : 1);
+  const GroupSums of(matrix, x, group_sums);
   for (std::int64_t c = 0; c < matrix.columns; c += block) {
     const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
     const std::int64_t words = packed::divide_up(count, 4);
+    const std::int64_t first = c / of.group, groups = packed::divide_up(count, of.group);
     for (std::int64_t r = begin; r < end; r += tile_rows) {
-      unpack_tile(matrix, r, r + tile_rows < end ? r + tile_rows : end, c, count,
-                  to_next_tile(matrix, begin, end, r, c, block), {scratch.tile, 0});
-#define TILE_DOTS(T)                                                                              \
-  {                                                                                               \
-    const std::int64_t at = t * x.stride + c;                                                     \
-    std::int32_t* to = dots + t * step + (r - begin);                                     \
-    tile_dots<T>(scratch.tile, x.codes + at, x.stride, words, c == 0, to, step);                  \
-    if (fine) {                                                                                   \
-      tile_dots<T>(scratch.tile, x.fine + at, x.stride, words, c == 0, to + apart, step);         \
-    }                                                                                             \
+      const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
+      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c, block), {scratch.tile, 0});
+      if (has_groups) scales_of_tile(matrix, r, last, first, groups, scratch.scales);
+#define TILE_DOTS(T)                                                                                                \
+  {                                                                                                                 \
+    const std::int8_t *codes = x.codes + t * x.stride + c, *finer = fine ? x.fine + t * x.stride + c : nullptr;     \
+    std::int32_t* to = dots + t * step + (r - begin);                                                               \
+    if (has_groups) {                                                                                               \
+      tile_groups<T>(scratch.tile, codes, finer, x.stride, of, t, first, groups, scratch.scales,                    \
+                     reinterpret_cast<float*>(to), apart);                                                          \
+    } else {                                                                                                        \
+      tile_dots<T>(scratch.tile, codes, x.stride, words, c == 0, to, step);                                         \
+      if (fine) tile_dots<T>(scratch.tile, finer, x.stride, words, c == 0, to + apart, step);                       \
+    }                                                                                                               \
   }
       FOR_TOKEN_GROUPS(x.tokens, TILE_DOTS)
 #undef TILE_DOTS
@@ -200,31 +207,6 @@ TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int
   unit.end();
 }
 
-// The float sums of a piece that is scaled by groups: sums [tokens, sums_apart].
-TARGET static void group_tile_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end,
-                                    const Activations& x, const GroupSums& of, float* sums, MatmulScratch& scratch) {
-  const std::int64_t block = column_block(matrix.format, matrix.group, matrix.pattern);
-  const bool fine = x.fine && matrix.format == WeightFormat::int4;
-  const std::int64_t apart = sums_apart(begin, end);
-  for (std::int64_t c = 0; c < matrix.columns; c += block) {
-    const std::int64_t count = matrix.columns - c < block ? matrix.columns - c : block;
-    const std::int64_t first = c / of.group, groups = packed::divide_up(count, of.group);
-    for (std::int64_t r = begin; r < end; r += tile_rows) {
-      const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
-      unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c, block), {scratch.tile, 0});
-      scales_of_tile(matrix, r, last, first, groups, scratch.scales);
-#define TILE_GROUPS(T)                                                                            \
-  {                                                                                               \
-    const std::int64_t at = t * x.stride + c;                                                     \
-    tile_groups<T>(scratch.tile, x.codes + at, fine ? x.fine + at : nullptr, x.stride, of, t,      \
-                   first, groups, scratch.scales, sums + t * apart + (r - begin), apart);         \
-  }
-      FOR_TOKEN_GROUPS(x.tokens, TILE_GROUPS)
-#undef TILE_GROUPS
-    }
-  }
-}
-
 // finish_token by whole vectors.
 TARGET static void finish_by_vectors(const Activations& x, std::int64_t t, const Product& product, std::int64_t begin,
                                      std::int64_t end, const PieceSums& sums, float* y, bool streams) {
@@ -261,13 +243,13 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   const bool looks_up = format == WeightFormat::lookup && VECTOR_BYTES == 64, by_sums = format == WeightFormat::b3_strips && x.sum_tables;
   const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
   const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
-  const bool is_int8 = format == WeightFormat::int8, is_int4 = format == WeightFormat::int4;
+  const bool is_int8 = format == WeightFormat::int8;
   const bool fine = x.fine && is_int8;
   float* sums = reinterpret_cast<float*>(dots);
   std::int32_t offset = is_int8 ? int8_offset : 1;
   std::int64_t rows = sums_apart(begin, end);
 #if defined(NARROW_SUMS)
-  const bool wide = !x.on_unit && tiles && (is_int8 || is_int4);
+  const bool wide = !x.on_unit && tiles && !is_ternary(format);
   if (wide) {
     wide_piece(matrix, begin, end, x, dots, scratch);
     offset = 0;
@@ -282,10 +264,8 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
     offset = 0;
     rows = unit_side;
   } else if (wide) {
-  } else if (tiles && (is_int4 || matrix.group)) {
-    group_tile_piece(matrix, begin, end, x, GroupSums(matrix, x, group_sums), sums, scratch);
   } else if (tiles) {
-    tile_piece(matrix, begin, end, x, fine, dots, scratch);
+    tile_piece(matrix, begin, end, x, group_sums, dots, scratch);
     offset = is_int8 ? 128 : 1;
   } else if (by_sums) {
     sum_kernels->sum_strips(matrix, begin, end, x, sums);
