@@ -104,9 +104,9 @@ void multiply(const Kernels& kernels, ThreadPool& pool, const Activations& x,
 }
 
 void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, std::int64_t size,
-                  Address visits, Address threads, std::int64_t failing) {
-  require(count >= 0 && count <= max_elements && size >= 1 && size <= max_elements,
-          "count or size is out of range");
+                  Address visits, Address threads, std::int64_t failing, std::int64_t least) {
+  require(count >= 0 && count <= max_elements && size >= 1 && size <= max_elements && least >= 0 && least <= size,
+          "count, size or least is out of range");
   auto visit = [&](std::int64_t begin, std::int64_t end, int thread) {
     if (begin <= failing && failing < end) throw std::bad_alloc();
     for (std::int64_t j = begin; j < end; ++j) {
@@ -114,7 +114,7 @@ void count_visits(ThreadPool& pool, std::int64_t regions, std::int64_t count, st
       pointer<std::int32_t>(threads)[j] = thread;
     }
   };
-  for (std::int64_t i = 0; i < regions; ++i) pool.parallel_for(count, size, visit);
+  for (std::int64_t i = 0; i < regions; ++i) pool.parallel_for(count, size, visit, least);
 }
 
 }  // namespace
@@ -153,7 +153,7 @@ void bind_matmul(nb::module_& module, nb::class_<Kernels>& kernels) {
           "threads"_a)
       .def_prop_ro("threads", &ThreadPool::threads)
       .def("count_visits", &count_visits, "regions"_a, "count"_a, "size"_a, "visits"_a, "threads"_a,
-           "failing"_a = -1, unlocked,
+           "failing"_a = -1, "least"_a = 0, unlocked,
            "Runs regions that add 1 to every int32 of visits [count] and note the thread: a test. The piece "
            "with item `failing` throws.");
 

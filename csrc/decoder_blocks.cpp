@@ -13,7 +13,7 @@ void Decoder::State::multiply_normed(std::int64_t tokens, const float* weight, b
   const int together = own[0] ? 1 : count;
   for (int first = 0; first < count; first += together) {
     norm_tokens(tokens, weight, add && first == 0, own[first]);
-    matmul(kernels, pool, hidden_codes.rows(0, tokens), products + first, together);
+    matmul(kernels, pool, hidden_codes.rows(0, tokens), products + first, together, &reads);
   }
 }
 
@@ -107,7 +107,7 @@ void Decoder::State::project(const Matrix& matrix, const float* bias, std::int64
     quantize(kernels, x, codes.rows(token, 1));
   });
   const Product product{&matrix, bias, delta.data(), n};
-  matmul(kernels, pool, codes.rows(0, tokens), &product, 1);
+  matmul(kernels, pool, codes.rows(0, tokens), &product, 1, &reads);
   if (out_norm) each_token(tokens, n, [&](std::int64_t token, int) { norm(&delta[token * n], out_norm, n); });
 }
 
@@ -140,12 +140,13 @@ void Decoder::State::write_logits(Logits which, float* logits) {
   }
   const Matrix matrix = table.matrix();
   const Product product{&matrix, nullptr, logits, model.vocab};
-  matmul(kernels, pool, head_codes.rows(0, tokens), &product, 1);
+  matmul(kernels, pool, head_codes.rows(0, tokens), &product, 1, &reads);
 }
 
 // Runs the tokens of `segments`; tokens[i] are those of segments[i]. Logits, or states, of the wanted rows.
 void Decoder::State::run_chunk(const std::int32_t* const* tokens, Logits which, float* logits) {
   const Segment& end = segments.back();
+  reads.next = 0;
   std::int64_t count = end.first_row + end.count;
   for (std::size_t s = 0; s < segments.size(); ++s) {
     const Segment& segment = segments[s];

@@ -85,6 +85,7 @@ struct Decoder::State {
   };
   std::vector<Recurrence> recurrences;  // of the segments
   std::vector<std::int64_t> wanted;   // its rows that need logits, ascending
+  ReadOrder reads;                    // of the products of a chunk
 
   void check(const Request* requests, int count) const;
   std::int64_t most_states() const;

@@ -117,7 +117,7 @@ void Decoder::State::apply_delta_net(const Block& block, std::int64_t tokens, bo
   const Product products[] = {{&block.q, nullptr, mixed(), sizes.channels()},
                               {&block.k, nullptr, output_gate(tokens), sizes.values()}};
   norm_tokens(tokens, block.input_norm, add, nullptr, true);
-  matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 2);
+  matmul(kernels, pool, hidden_codes.rows(0, tokens), products, 2, &reads);
   multiply_gates(block, tokens);
   const std::int64_t parts = std::int64_t(segments.size());
   const std::int64_t heads = 2 * sizes.key_heads + sizes.value_heads;

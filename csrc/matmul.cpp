@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "aligned_vector.h"
 #include "matmul_kernels.h"
@@ -233,7 +234,7 @@ void quantize(const Kernels& kernels, const float* x, const Activations& to) {
 }
 
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
-            const Product* products, int count) {
+            const Product* products, int count, ReadOrder* order) {
   bool on_unit = kernels.matmul.tiles_from > 0 && given.tokens >= kernels.matmul.tiles_from;
   bool in_quads = false, in_b3_strips = false, all_ternary = true;
   std::int64_t rows = 0;
@@ -265,15 +266,23 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
                             : x.tokens <= max_few_tokens                 ? max_rows_of_few
                             : x.tokens <= max_some_tokens && all_ternary ? max_rows_of_some
                                                                          : max_rows_without_unit;
-  const std::int64_t size = rows_a_piece(rows, pieces_a_thread * threads, most, in_b3_strips ? b3_strips::rows : 16);
+  // Of few tokens pieces begin large, so that the streams of memory are long, and end small.
+  const bool tapers = x.tokens <= max_few_tokens && !x.on_unit;
+  const std::int64_t unit = rows_a_piece(rows, (tapers ? 8 : pieces_a_thread) * threads, tapers ? max_rows_a_call : most,
+                                         in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = x.on_unit || !kernels.matmul.sum_groups ? nullptr : group_sums(kernels, pool, x, group);
   const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.on_unit;
   if (by_sums && kernels.matmul.sums) x.sum_tables = sum_tables(*kernels.matmul.sums, pool, x, group);
-  // Piece i of the group belongs to the product in whose range of pieces it lies; that of a gated product to the
+  // Unit i of the group belongs to the product in whose range of units it lies; that of a gated product to the
   // one before.
-  const auto pieces_of = [&](const Product& product) {
-    return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, size);
+  const auto units_of = [&](const Product& product) {
+    return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, unit);
+  };
+  const auto place_of = [&](std::int64_t i) {
+    const Product* product = products;
+    while (i >= units_of(*product)) i -= units_of(*product++);
+    return std::pair(product, i);
   };
   const auto multiply = [&](const Product* product, std::int64_t begin, std::int64_t end) {
     MatmulScratch& scratch = thread_scratch();
@@ -304,18 +313,26 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
       }
     }
   };
-  std::int64_t pieces = 0;
-  for (int i = 0; i < count; ++i) pieces += pieces_of(products[i]);
+  std::int64_t units = 0;
+  for (int i = 0; i < count; ++i) units += units_of(products[i]);
+  const std::int64_t largest = tapers ? std::clamp<std::int64_t>(units / (2 * threads), 1, most / unit) : 1;
   auto body = [&](std::int64_t first, std::int64_t last, int) {
-    for (std::int64_t piece = first; piece < last; ++piece) {
-      std::int64_t index = piece;
-      const Product* product = products;
-      while (index >= pieces_of(*product)) index -= pieces_of(*product++);
-      const std::int64_t begin = index * size, end = std::min(begin + size, product->matrix->rows);
-      multiply(product, begin, end);
+    for (std::int64_t taken; first < last; first += taken) {
+      const auto [product, index] = place_of(first);
+      taken = std::min({last - first, units_of(*product) - index, largest});
+      multiply(product, index * unit, std::min((index + taken) * unit, product->matrix->rows));
     }
   };
-  pool.parallel_for(pieces, threads > 1 ? 1 : pieces, body);
+  if (order && units > 0) {
+    std::vector<const std::uint8_t*>& starts = order->starts;
+    starts.resize(std::max(starts.size(), order->next + pool.threads()));
+    for (std::int64_t i = 0; i < pool.threads(); ++i) {
+      const auto [product, index] = place_of(units * i / pool.threads());
+      starts[order->next++] = product->matrix->data + index * unit * product->matrix->row_stride;
+    }
+    pool.expect_reads(&starts[order->next < starts.size() ? order->next : 0]);
+  }
+  pool.parallel_for(units, threads > 1 ? largest : units, body, threads > 1 ? 1 : units);
 }
 
 void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,

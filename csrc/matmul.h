@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "b3_strips.h"
 #include "isa.h"
@@ -117,6 +118,13 @@ struct Product {
   const Activation* gated_by = nullptr;
 };
 
+// Where the threads began to read in each product of a step: in the next step, whose products are the same, they fetch
+// the first lines of a product while they wait for the one before.
+struct ReadOrder {
+  std::vector<const std::uint8_t*> starts;  // [products, threads]
+  std::size_t next = 0;                     // the place of the next product
+};
+
 // y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (activation_scale[t] * scale) + bias[r], each
 // operation rounded to float32 in that order (so PyTorch's reference has the same bits).
 // int8: the same with scale = scales[r], and if there is `fine` with
@@ -125,7 +133,7 @@ struct Product {
 //   scales[r, g], then * activation_scale[t], + bias.
 // Scales of rows and groups: as packed_format.h says. All matrices of a call have the same group.
 void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& x,
-            const Product* products, int count);
+            const Product* products, int count, ReadOrder* order = nullptr);
 
 // How an embedding or head is stored: int8 and int4 as above, floats in rows of `columns`, or ternary as i2
 // with group scales, in strips.

@@ -30,6 +30,9 @@ constexpr std::chrono::microseconds spin_time{100};
 // may be the threads that are waited for.
 constexpr int pauses_a_look = 256;
 
+// Bytes that a waiting thread fetches: what memory delivers in the gaps, and small beside any second cache.
+constexpr std::int64_t fetched_bytes = 1 << 17, line_bytes = 64;
+
 void pause_core() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -38,14 +41,17 @@ void pause_core() {
 #endif
 }
 
-// Waits until ready(), at most spin_time if `limited`. Returns whether it became true.
+// Waits until ready(), at most spin_time if `limited`, and fetches what lies at `ahead`, if that is not null. Returns
+// whether it became true.
 template <class Ready>
-bool spin_until(bool limited, Ready&& ready) {
+bool spin_until(bool limited, const std::uint8_t* ahead, Ready&& ready) {
+  std::int64_t fetched = ahead ? 0 : fetched_bytes;
   std::chrono::steady_clock::time_point start;
   for (int look = 0;; ++look) {
     for (int i = 0; i < pauses_a_look; ++i) {
       if (ready()) return true;
-      pause_core();
+      fetched < fetched_bytes ? __builtin_prefetch(ahead + fetched, 0, 2) : pause_core();
+      fetched += line_bytes;
     }
     const auto now = std::chrono::steady_clock::now();
     if (look == 0) start = now;
@@ -68,6 +74,7 @@ struct ThreadPool::State {
   struct alignas(64) Range {
     std::atomic<std::int64_t> next{0};
     std::int64_t end = 0;
+    std::atomic<const std::uint8_t*> ahead{nullptr};  // what the thread will read
   };
 
   explicit State(int threads) : ranges(new Range[threads]) {}
@@ -76,7 +83,7 @@ struct ThreadPool::State {
   const std::unique_ptr<Range[]> ranges;  // [threads]
   // Of the open region; written by the caller while nobody is inside.
   int range_count = 1;
-  std::int64_t size = 0;
+  std::int64_t size = 0, least = 0;
   Piece piece = nullptr;
   void* context = nullptr;
 
@@ -102,10 +109,12 @@ struct ThreadPool::State {
   void take_pieces(int thread) try {
     for (int i = 0; i < range_count; ++i) {
       Range& range = ranges[(thread + i) % range_count];
-      while (range.next.load(std::memory_order_relaxed) < range.end) {
-        const std::int64_t begin = range.next.fetch_add(size, std::memory_order_relaxed);
-        if (begin >= range.end) break;
-        piece(context, begin, std::min(begin + size, range.end), thread);
+      std::int64_t begin = range.next.load(std::memory_order_relaxed);
+      while (begin < range.end) {
+        const std::int64_t taken = std::clamp((range.end - begin) / 2 / least * least, least, size);
+        if (!range.next.compare_exchange_weak(begin, begin + taken, std::memory_order_relaxed)) continue;
+        piece(context, begin, std::min(begin + taken, range.end), thread);
+        begin = range.next.load(std::memory_order_relaxed);
       }
     }
   } catch (...) {
@@ -113,6 +122,8 @@ struct ThreadPool::State {
     if (!thrown) thrown = std::current_exception();
     for (int i = 0; i < range_count; ++i) ranges[i].next.store(ranges[i].end);
   }
+
+  const std::uint8_t* ahead(int thread) const { return ranges[thread].ahead.load(std::memory_order_relaxed); }
 
   // Whether the region `seen` is over and a worker should look again.
   bool changed(std::uint64_t seen) const {
@@ -133,7 +144,7 @@ struct ThreadPool::State {
     while (!stopping.load()) {
       std::uint64_t now = region.load(std::memory_order_acquire);
       if (now / serial_one == seen) {
-        if (!spin_until(true, [&] { return changed(seen); })) sleep(seen);
+        if (!spin_until(true, ahead(thread), [&] { return changed(seen); })) sleep(seen);
         continue;
       }
       seen = now / serial_one;
@@ -164,7 +175,11 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::threads() const { return int(state_->workers.size()) + 1; }
 
-void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* context) {
+void ThreadPool::expect_reads(const std::uint8_t* const* at) {
+  for (int i = 0; i < threads(); ++i) state_->ranges[i].ahead.store(at[i], std::memory_order_relaxed);
+}
+
+void ThreadPool::run(std::int64_t count, std::int64_t size, std::int64_t least, Piece piece, void* context) {
   State& state = *state_;
   if (count <= 0) return;
   if (count <= size || state.workers.empty() || state.forks != fork_count()) {
@@ -177,14 +192,15 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* c
     throw std::runtime_error("another thread is using this thread pool");
   }
   state.size = size;
+  state.least = least;
   state.piece = piece;
   state.context = context;
   state.range_count = threads();
-  const std::int64_t pieces = (count + size - 1) / size;
+  const std::int64_t parts = (count + least - 1) / least;
   for (std::int64_t i = 0; i < state.range_count; ++i) {
     State::Range& range = state.ranges[i];
-    range.next.store(pieces * i / state.range_count * size, std::memory_order_relaxed);
-    range.end = std::min(pieces * (i + 1) / state.range_count * size, count);
+    range.next.store(parts * i / state.range_count * least, std::memory_order_relaxed);
+    range.end = std::min(parts * (i + 1) / state.range_count * least, count);
   }
   const std::uint64_t serial = state.region.load(std::memory_order_relaxed) / serial_one + 1;
   state.region.store(serial % serial_one * serial_one | open_bit);
@@ -196,7 +212,7 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, Piece piece, void* c
   // Workers that are inside have a piece to finish.
   const std::uint64_t last = state.region.fetch_sub(open_bit, std::memory_order_acq_rel);
   if (last & inside_mask) {
-    spin_until(false, [&] { return (state.region.load(std::memory_order_acquire) & inside_mask) == 0; });
+    spin_until(false, state.ahead(0), [&] { return (state.region.load(std::memory_order_acquire) & inside_mask) == 0; });
   }
   const std::exception_ptr thrown = std::exchange(state.thrown, nullptr);
   state.has_caller.store(false, std::memory_order_release);

@@ -22,20 +22,27 @@ class ThreadPool {
 
   using Piece = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
 
-  // Calls piece(context, begin, end, thread) for all pieces of `size` items of [0, count), on all threads, the calling one
+  // Calls piece(context, begin, end, thread) for pieces of all items of [0, count), on all threads, the calling one
   // included; `thread` counts from 0. Returns when all are done.
   //
   // A thread first takes the pieces of its own stretch, so that what it prefetches is its own next piece, and then helps
-  // the others. Pieces must not call the pool. An exception of a piece is rethrown here when all threads have stopped;
-  // other pieces may be skipped. In the child of a fork the calling thread works alone. Throws std::runtime_error if
-  // another thread is calling.
-  void run(std::int64_t count, std::int64_t size, Piece piece, void* context);
+  // the others. A piece is half of what is left of a stretch, in multiples of `least`, but at least `least` and at most
+  // `size` items: all have `size` if both are the same, and else the last ones are small, so that threads finish together.
+  //
+  // Pieces must not call the pool. An exception of a piece is rethrown here when all threads have stopped; other pieces
+  // may be skipped. In the child of a fork the calling thread works alone. Throws std::runtime_error if another thread is
+  // calling.
+  void run(std::int64_t count, std::int64_t size, std::int64_t least, Piece piece, void* context);
 
-  // The same for a callable (begin, end, thread).
+  // The same for a callable (begin, end, thread), with least = size by default.
   template <class Body>
-  void parallel_for(std::int64_t count, std::int64_t size, Body&& body) {
-    run(count, size, call<Body>, &body);
+  void parallel_for(std::int64_t count, std::int64_t size, Body&& body, std::int64_t least = 0) {
+    run(count, size, least ? least : size, call<Body>, &body);
   }
+
+  // What each thread will read in a region to come, addresses [threads] or nulls: a thread that waits fetches the lines
+  // there into its second cache. Addresses that do not exist do no harm.
+  void expect_reads(const std::uint8_t* const* at);
 
  private:
   template <class Body>

@@ -16,10 +16,10 @@ from one_process import run_in_fork, run_python
 _cpu = pytest.importorskip("sparse_bitnet._cpu", reason="the extension is not built")
 
 
-def visit(pool, regions: int, count: int, size: int) -> np.ndarray:
+def visit(pool, regions: int, count: int, size: int, least: int = 0) -> np.ndarray:
     """The thread of each item; every item must have been visited once in each region."""
     visits, threads = np.zeros(max(count, 1), np.int32), np.full(max(count, 1), -1, np.int32)
-    pool.count_visits(regions, count, size, visits.ctypes.data, threads.ctypes.data)
+    pool.count_visits(regions, count, size, visits.ctypes.data, threads.ctypes.data, least=least)
     assert (visits[:count] == regions).all()
     return threads[:count]
 
@@ -29,7 +29,7 @@ def test_every_item_is_visited_once(threads):
     pool = _cpu.ThreadPool(threads)
     assert pool.threads == threads
     for count, size in [(0, 1), (1, 1), (2, 1), (7, 3), (64, 1), (1000, 7), (5, 100), (10, 6)]:
-        seen = visit(pool, 300, count, size)
+        seen = np.append(visit(pool, 300, count, size), visit(pool, 300, count, size, least=1))
         assert ((seen >= 0) & (seen < threads)).all()
 
 
