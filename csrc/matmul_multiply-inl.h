@@ -61,20 +61,17 @@ TARGET static void tile_piece(const Matrix& matrix, std::int64_t begin, std::int
       const std::int64_t last = r + tile_rows < end ? r + tile_rows : end;
       unpack_tile(matrix, r, last, c, count, to_next_tile(matrix, begin, end, r, c, block), {scratch.tile, 0});
       if (has_groups) scales_of_tile(matrix, r, last, first, groups, scratch.scales);
-#define TILE_DOTS(T)                                                                                                \
-  {                                                                                                                 \
-    const std::int8_t *codes = x.codes + t * x.stride + c, *finer = fine ? x.fine + t * x.stride + c : nullptr;     \
-    std::int32_t* to = dots + t * step + (r - begin);                                                               \
-    if (has_groups) {                                                                                               \
-      tile_groups<T>(scratch.tile, codes, finer, x.stride, of, t, first, groups, scratch.scales,                    \
-                     reinterpret_cast<float*>(to), apart);                                                          \
-    } else {                                                                                                        \
-      tile_dots<T>(scratch.tile, codes, x.stride, words, c == 0, to, step);                                         \
-      if (fine) tile_dots<T>(scratch.tile, finer, x.stride, words, c == 0, to + apart, step);                       \
-    }                                                                                                               \
-  }
-      FOR_TOKEN_GROUPS(x.tokens, TILE_DOTS)
-#undef TILE_DOTS
+      each_token_group(x.tokens, [&](auto T, std::int64_t t) TARGET {
+        const std::int8_t *codes = x.codes + t * x.stride + c, *finer = fine ? x.fine + t * x.stride + c : nullptr;
+        std::int32_t* to = dots + t * step + (r - begin);
+        if (has_groups) {
+          float* sums = reinterpret_cast<float*>(to);
+          tile_groups<T>(scratch.tile, codes, finer, x.stride, of, t, first, groups, scratch.scales, sums, apart);
+        } else {
+          tile_dots<T>(scratch.tile, codes, x.stride, words, c == 0, to, step);
+          if (fine) tile_dots<T>(scratch.tile, finer, x.stride, words, c == 0, to + apart, step);
+        }
+      });
     }
   }
 }
@@ -285,13 +282,10 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
     const GroupSums of(matrix, x, group_sums);
     const int streams = x.tokens > 2 ? strips_together : strip_streams;
     in_streams(end - begin, strip_rows, streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
-#define STRIP_SUMS(T)                                                                 \
-  {                                                                                   \
-    const auto add_up = count > 1 ? strip_sums<strips_together, T> : strip_sums<1, T>; \
-    add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);       \
-  }
-      FOR_TOKEN_GROUPS(x.tokens, STRIP_SUMS)
-#undef STRIP_SUMS
+      each_token_group(x.tokens, [&](auto T, std::int64_t t) TARGET {
+        const auto add_up = count > 1 ? strip_sums<strips_together, T> : strip_sums<1, T>;
+        add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);
+      });
     });
   } else if (format == WeightFormat::i2) {
     row_dots<WeightFormat::i2>(matrix, begin, end, x, false, dots);

@@ -349,28 +349,15 @@ TARGET static void tile_dots(const std::uint8_t* tile, const std::int8_t* x, std
   }
 }
 
-// BODY(T) for groups of at most tile_tokens, as even as they get, the first token of which is `t`.
-#define ONE_TOKEN_GROUP(T, BODY)             \
-  case T:                                    \
-    if constexpr (T <= tile_tokens) BODY(T)  \
-    break;
-#define FOR_TOKEN_GROUPS(TOKENS, BODY)                                        \
-  for (std::int64_t t = 0, left = packed::divide_up(TOKENS, tile_tokens), size; left > 0; \
-       --left, t += size) {                                                   \
-    size = ((TOKENS) - t) / left;                                             \
-    switch (size) {                                                           \
-      ONE_TOKEN_GROUP(1, BODY)                                                \
-      ONE_TOKEN_GROUP(2, BODY)                                                \
-      ONE_TOKEN_GROUP(3, BODY)                                                \
-      ONE_TOKEN_GROUP(4, BODY)                                                \
-      ONE_TOKEN_GROUP(5, BODY)                                                \
-      ONE_TOKEN_GROUP(6, BODY)                                                \
-      ONE_TOKEN_GROUP(7, BODY)                                                \
-      ONE_TOKEN_GROUP(8, BODY)                                                \
-      ONE_TOKEN_GROUP(9, BODY)                                                \
-      ONE_TOKEN_GROUP(10, BODY)                                               \
-      ONE_TOKEN_GROUP(11, BODY)                                               \
-      ONE_TOKEN_GROUP(12, BODY)                                               \
-    }                                                                         \
+// body(T, t) for groups of T tokens from t on, as even as they get, T a constant of at most tile_tokens.
+template <class Body, int... T>
+INLINE void each_token_group(std::int64_t tokens, Body&& body, std::integer_sequence<int, T...>) {
+  for (std::int64_t t = 0, left = packed::divide_up(tokens, tile_tokens), size; left > 0; --left, t += size) {
+    size = (tokens - t) / left;
+    ((size == T + 1 ? body(std::integral_constant<int, T + 1>(), t) : void()), ...);
   }
-static_assert(tile_tokens <= 12);
+}
+template <class Body>
+INLINE void each_token_group(std::int64_t tokens, Body&& body) {
+  each_token_group(tokens, body, std::make_integer_sequence<int, tile_tokens>());
+}

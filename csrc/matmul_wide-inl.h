@@ -132,23 +132,20 @@ TARGET static void wide_piece(const Matrix& matrix, std::int64_t begin, std::int
       scales_of_tile(matrix, begin + i * tile_rows, end, c / int4_group, groups,
                   scratch.scales + i * tile_groups * tile_rows);
     }
-#define WIDE_DOTS(T)                                                                                \
-  {                                                                                                 \
-    const std::int64_t at = t * x.stride + c;                                                       \
-    std::int16_t* wide = scratch.activations;                                                       \
-    widen_activations<T>(x.codes + at, x.fine ? x.fine + at : nullptr, x.stride, count, wide);      \
-    for (std::int64_t i = 0; i < tiles; ++i) {                                                      \
-      const std::uint8_t* tile = scratch.tile + i * wide_tile_bytes;                                \
-      std::int32_t* to = dots + t * step + i * tile_rows;                                           \
-      if (int4) {                                                                                   \
-        wide_int4<T>(tile, wide, scratch.scales + i * tile_groups * tile_rows, groups, c == 0,      \
-                     reinterpret_cast<float*>(to), step);                                           \
-      } else {                                                                                      \
-        wide_dots<T>(tile, wide, packed::divide_up(count, 2), x.fine, c == 0, to, step);            \
-      }                                                                                             \
-    }                                                                                               \
-  }
-    FOR_TOKEN_GROUPS(x.tokens, WIDE_DOTS)
-#undef WIDE_DOTS
+    each_token_group(x.tokens, [&](auto T, std::int64_t t) TARGET {
+      const std::int64_t at = t * x.stride + c;
+      std::int16_t* wide = scratch.activations;
+      widen_activations<T>(x.codes + at, x.fine ? x.fine + at : nullptr, x.stride, count, wide);
+      for (std::int64_t i = 0; i < tiles; ++i) {
+        const std::uint8_t* tile = scratch.tile + i * wide_tile_bytes;
+        std::int32_t* to = dots + t * step + i * tile_rows;
+        if (int4) {
+          const float* scales = scratch.scales + i * tile_groups * tile_rows;
+          wide_int4<T>(tile, wide, scales, groups, c == 0, reinterpret_cast<float*>(to), step);
+        } else {
+          wide_dots<T>(tile, wide, packed::divide_up(count, 2), x.fine, c == 0, to, step);
+        }
+      }
+    });
   }
 }
