@@ -210,9 +210,13 @@ void table_row(const Table& table, std::int64_t row, float* out) {
         std::memcpy(out + i, &bits, sizeof bits);
       }
       break;
-    default: {
+    case TableType::int8:
+      for (std::int64_t i = 0; i < columns; ++i) out[i] = float(std::int8_t(data[i])) * table.scales[row];
+      break;
+    case TableType::int4:
+    case TableType::i2: {
       const Matrix matrix = table.matrix();
-      const std::int64_t group = table.type == TableType::int8 ? columns : matrix.summed_group();
+      const std::int64_t group = matrix.summed_group();
       for (std::int64_t i = 0; i < columns; i += group) {
         const float scale = table.scales ? table.scales[(row * columns + i) / group] : matrix.group_scale(row, i / group);
         for (std::int64_t c = i; c < i + group; ++c) out[c] = float(matrix.code(row, c)) * scale;
@@ -260,28 +264,28 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
   const bool is_large = x.on_unit && x.columns * std::min(x.tokens, max_tokens_a_call) > max_unit_activations;
   const bool is_long = is_large && !is_gated;
   const std::int64_t tokens_a_call = is_large && is_pair ? max_tokens_a_call / 2 : max_tokens_a_call;
-  const std::int64_t pieces_a_thread = is_long ? 2 : x.on_unit || x.tokens <= max_few_tokens ? 4 : 8;
+  const std::int64_t pieces_a_thread = is_long ? 2 : x.on_unit ? 4 : 8;
   const std::int64_t most = is_long                                      ? max_unit_rows / (x.fine ? 2 : 1)
                             : x.on_unit                                  ? max_rows_a_call
                             : x.tokens <= max_few_tokens                 ? max_rows_of_few
                             : x.tokens <= max_some_tokens && all_ternary ? max_rows_of_some
                                                                          : max_rows_without_unit;
-  // Of few tokens pieces begin large, so that the streams of memory are long, and end small.
+  // For few tokens pieces begin large, many slices, so that the streams of memory are long, and end small.
   const bool tapers = x.tokens <= max_few_tokens && !x.on_unit;
-  const std::int64_t unit = rows_a_piece(rows, (tapers ? 8 : pieces_a_thread) * threads, tapers ? max_rows_a_call : most,
-                                         in_b3_strips ? b3_strips::rows : 16);
+  const std::int64_t slice_rows = rows_a_piece(rows, pieces_a_thread * threads, tapers ? max_rows_a_call : most,
+                                               in_b3_strips ? b3_strips::rows : 16);
   const std::int64_t sums_a_token = group ? packed::divide_up(x.columns, group) * (x.fine ? 2 : 1) : 0;
   const std::int32_t* sums = x.on_unit || !kernels.matmul.sum_groups ? nullptr : group_sums(kernels, pool, x, group);
   const bool by_sums = in_b3_strips && x.tokens <= max_summed_tokens && !x.on_unit;
   if (by_sums && kernels.matmul.sums) x.sum_tables = sum_tables(*kernels.matmul.sums, pool, x, group);
-  // Unit i of the group belongs to the product in whose range of units it lies; that of a gated product to the
+  // Slice i of the group belongs to the product in whose range of slices it lies; that of a gated product to the
   // one before.
-  const auto units_of = [&](const Product& product) {
-    return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, unit);
+  const auto slices_of = [&](const Product& product) {
+    return product.gated_by && &product != products ? 0 : packed::divide_up(product.matrix->rows, slice_rows);
   };
   const auto place_of = [&](std::int64_t i) {
     const Product* product = products;
-    while (i >= units_of(*product)) i -= units_of(*product++);
+    while (i >= slices_of(*product)) i -= slices_of(*product++);
     return std::pair(product, i);
   };
   const auto multiply = [&](const Product* product, std::int64_t begin, std::int64_t end) {
@@ -313,26 +317,28 @@ void matmul(const Kernels& kernels, ThreadPool& pool, const Activations& given,
       }
     }
   };
-  std::int64_t units = 0;
-  for (int i = 0; i < count; ++i) units += units_of(products[i]);
-  const std::int64_t largest = tapers ? std::clamp<std::int64_t>(units / (2 * threads), 1, most / unit) : 1;
+  std::int64_t slices = 0;
+  for (int i = 0; i < count; ++i) slices += slices_of(products[i]);
+  const std::int64_t largest = tapers ? std::clamp<std::int64_t>(slices / (2 * threads), 1, most / slice_rows) : 1;
   auto body = [&](std::int64_t first, std::int64_t last, int) {
     for (std::int64_t taken; first < last; first += taken) {
       const auto [product, index] = place_of(first);
-      taken = std::min({last - first, units_of(*product) - index, largest});
-      multiply(product, index * unit, std::min((index + taken) * unit, product->matrix->rows));
+      taken = std::min({last - first, slices_of(*product) - index, largest});
+      multiply(product, index * slice_rows, std::min((index + taken) * slice_rows, product->matrix->rows));
     }
   };
-  if (order && units > 0) {
-    std::vector<const std::uint8_t*>& starts = order->starts;
-    starts.resize(std::max(starts.size(), order->next + pool.threads()));
-    for (std::int64_t i = 0; i < pool.threads(); ++i) {
-      const auto [product, index] = place_of(units * i / pool.threads());
-      starts[order->next++] = product->matrix->data + index * unit * product->matrix->row_stride;
+  if (order && slices > 0) {
+    std::vector<ThreadPool::Stretch>& stretches = order->stretches;
+    const std::int64_t all = pool.threads();
+    stretches.resize(std::max(stretches.size(), std::size_t(order->next + all)));
+    for (std::int64_t i = 0; i < all; ++i) {
+      const auto [product, index] = place_of(slices * i / all);
+      const std::int64_t bytes = slice_rows * product->matrix->row_stride;
+      stretches[order->next++] = {product->matrix->data + index * bytes, threads > 1 ? slices / all * bytes : 0};
     }
-    pool.expect_reads(&starts[order->next < starts.size() ? order->next : 0]);
+    pool.expect_reads(&stretches[order->next < stretches.size() ? order->next : 0]);
   }
-  pool.parallel_for(units, threads > 1 ? largest : units, body, threads > 1 ? 1 : units);
+  pool.parallel_for(slices, threads > 1 ? largest : slices, body, threads > 1 ? 1 : slices);
 }
 
 void matmul_table(const Kernels& kernels, ThreadPool& pool, const float* x, std::int64_t tokens,

@@ -61,7 +61,7 @@ struct Matrix {
   std::int64_t summed_group() const { return format == WeightFormat::int4 ? int4_group : group; }
   bool in_strips() const { return group != 0 || format == WeightFormat::b3_strips; }
   std::int64_t rows_of_strip() const { return format == WeightFormat::b3_strips ? b3_strips::rows : strip_rows; }
-  // The weight of a place without its scale, and of a matrix with groups that scale.
+  // The weight at a place, unscaled; and, where `group` is not 0, the scale of a row's group `index`.
   int code(std::int64_t row, std::int64_t column) const;
   float group_scale(std::int64_t row, std::int64_t index) const;
 
@@ -118,11 +118,11 @@ struct Product {
   const Activation* gated_by = nullptr;
 };
 
-// Where the threads began to read in each product of a step: in the next step, whose products are the same, they fetch
-// the first lines of a product while they wait for the one before.
+// What the threads of a pool read in each product of a step: in the next step they fetch the first lines of a product
+// while they wait for the one before. If its products are others, only the fetch is wasted.
 struct ReadOrder {
-  std::vector<const std::uint8_t*> starts;  // [products, threads]
-  std::size_t next = 0;                     // the place of the next product
+  std::vector<ThreadPool::Stretch> stretches;  // [products, threads]
+  std::size_t next = 0;                        // the place of the next product
 };
 
 // y[t, r] = float(sum over c of code[r, c] * x_code[t, c]) * (activation_scale[t] * scale) + bias[r], each

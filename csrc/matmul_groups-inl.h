@@ -16,7 +16,7 @@ TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std
 
 // The groups of a matrix or of a tile of it and how their sums become floats, for tokens from the first on.
 struct GroupSums {
-  std::int64_t group, in_row;     // columns of a group, all without groups; groups of a row
+  std::int64_t group, in_row;     // columns of a group, or of a row without groups; groups of a row
   std::int32_t offset;            // codes are so much too high
   const std::int32_t* code_sums;  // [tokens, parts, in_row]
   std::int64_t parts;             // codes, and fine where there is one

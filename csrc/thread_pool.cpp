@@ -30,8 +30,8 @@ constexpr std::chrono::microseconds spin_time{100};
 // may be the threads that are waited for.
 constexpr int pauses_a_look = 256;
 
-// Bytes that a waiting thread fetches: what memory delivers in the gaps, and small beside any second cache.
-constexpr std::int64_t fetched_bytes = 1 << 17, line_bytes = 64;
+// Bytes that a waiting thread fetches at most: half of a small L2 cache.
+constexpr std::int64_t max_fetched_bytes = 1 << 17, line_bytes = 64;
 
 void pause_core() {
 #if defined(__x86_64__)
@@ -41,16 +41,17 @@ void pause_core() {
 #endif
 }
 
-// Waits until ready(), at most spin_time if `limited`, and fetches what lies at `ahead`, if that is not null. Returns
-// whether it became true.
+// Waits until ready(), at most spin_time if `limited`, and fetches the first lines of `ahead`. Returns whether it became
+// true.
 template <class Ready>
-bool spin_until(bool limited, const std::uint8_t* ahead, Ready&& ready) {
-  std::int64_t fetched = ahead ? 0 : fetched_bytes;
+bool spin_until(bool limited, const ThreadPool::Stretch& ahead, Ready&& ready) {
+  const std::int64_t wanted = std::min(ahead.bytes, max_fetched_bytes);
+  std::int64_t fetched = 0;
   std::chrono::steady_clock::time_point start;
   for (int look = 0;; ++look) {
     for (int i = 0; i < pauses_a_look; ++i) {
       if (ready()) return true;
-      fetched < fetched_bytes ? __builtin_prefetch(ahead + fetched, 0, 2) : pause_core();
+      fetched < wanted ? __builtin_prefetch(ahead.begin + fetched, 0, 2) : pause_core();
       fetched += line_bytes;
     }
     const auto now = std::chrono::steady_clock::now();
@@ -74,7 +75,7 @@ struct ThreadPool::State {
   struct alignas(64) Range {
     std::atomic<std::int64_t> next{0};
     std::int64_t end = 0;
-    std::atomic<const std::uint8_t*> ahead{nullptr};  // what the thread will read
+    Stretch ahead;  // what the thread will read; a worker takes it along from inside a region
   };
 
   explicit State(int threads) : ranges(new Range[threads]) {}
@@ -123,8 +124,6 @@ struct ThreadPool::State {
     for (int i = 0; i < range_count; ++i) ranges[i].next.store(ranges[i].end);
   }
 
-  const std::uint8_t* ahead(int thread) const { return ranges[thread].ahead.load(std::memory_order_relaxed); }
-
   // Whether the region `seen` is over and a worker should look again.
   bool changed(std::uint64_t seen) const {
     return region.load() / serial_one != seen || stopping.load(std::memory_order_relaxed);
@@ -141,16 +140,18 @@ struct ThreadPool::State {
 
   void work(int thread) {
     std::uint64_t seen = 0;
+    Stretch ahead;
     while (!stopping.load()) {
       std::uint64_t now = region.load(std::memory_order_acquire);
       if (now / serial_one == seen) {
-        if (!spin_until(true, ahead(thread), [&] { return changed(seen); })) sleep(seen);
+        if (!spin_until(true, ahead, [&] { return changed(seen); })) sleep(seen);
         continue;
       }
       seen = now / serial_one;
       while (now & open_bit && now / serial_one == seen) {
         if (!region.compare_exchange_weak(now, now + 1)) continue;
         take_pieces(thread);
+        ahead = ranges[thread].ahead;
         region.fetch_sub(1, std::memory_order_release);
         break;
       }
@@ -175,8 +176,8 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::threads() const { return int(state_->workers.size()) + 1; }
 
-void ThreadPool::expect_reads(const std::uint8_t* const* at) {
-  for (int i = 0; i < threads(); ++i) state_->ranges[i].ahead.store(at[i], std::memory_order_relaxed);
+void ThreadPool::expect_reads(const Stretch* of_threads) {
+  for (int i = 0; i < threads(); ++i) state_->ranges[i].ahead = of_threads[i];
 }
 
 void ThreadPool::run(std::int64_t count, std::int64_t size, std::int64_t least, Piece piece, void* context) {
@@ -212,7 +213,7 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, std::int64_t least, 
   // Workers that are inside have a piece to finish.
   const std::uint64_t last = state.region.fetch_sub(open_bit, std::memory_order_acq_rel);
   if (last & inside_mask) {
-    spin_until(false, state.ahead(0), [&] { return (state.region.load(std::memory_order_acquire) & inside_mask) == 0; });
+    spin_until(false, state.ranges[0].ahead, [&] { return (state.region.load(std::memory_order_acquire) & inside_mask) == 0; });
   }
   const std::exception_ptr thrown = std::exchange(state.thrown, nullptr);
   state.has_caller.store(false, std::memory_order_release);

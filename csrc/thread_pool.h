@@ -22,12 +22,12 @@ class ThreadPool {
 
   using Piece = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
 
-  // Calls piece(context, begin, end, thread) for pieces of all items of [0, count), on all threads, the calling one
-  // included; `thread` counts from 0. Returns when all are done.
+  // Calls piece(context, begin, end, thread) for pieces that together make up [0, count), on all threads, the calling one
+  // included; `thread` counts from 0. Returns when all are done. 1 <= least <= size.
   //
   // A thread first takes the pieces of its own stretch, so that what it prefetches is its own next piece, and then helps
-  // the others. A piece is half of what is left of a stretch, in multiples of `least`, but at least `least` and at most
-  // `size` items: all have `size` if both are the same, and else the last ones are small, so that threads finish together.
+  // the others. If `least` is `size`, all pieces but the last have that many items. Otherwise a piece is half of what is
+  // left of a stretch, from `least` to `size` items, so that threads finish together; a thread alone takes `size`.
   //
   // Pieces must not call the pool. An exception of a piece is rethrown here when all threads have stopped; other pieces
   // may be skipped. In the child of a fork the calling thread works alone. Throws std::runtime_error if another thread is
@@ -40,9 +40,15 @@ class ThreadPool {
     run(count, size, least ? least : size, call<Body>, &body);
   }
 
-  // What each thread will read in a region to come, addresses [threads] or nulls: a thread that waits fetches the lines
-  // there into its second cache. Addresses that do not exist do no harm.
-  void expect_reads(const std::uint8_t* const* at);
+  // Memory that a thread reads in one go; where it has gone, a prefetch does no harm.
+  struct Stretch {
+    const std::uint8_t* begin = nullptr;
+    std::int64_t bytes = 0;
+  };
+
+  // What each thread will read in a region to come, [threads]: when it has done its part of the next region, it fetches
+  // the first lines into its L2 cache while it waits. Not while another thread calls `run`.
+  void expect_reads(const Stretch* of_threads);
 
  private:
   template <class Body>
