@@ -53,7 +53,7 @@ _MAY_BE_EMPTY = ("prompt", "system", "regex", "dense_layers")
 """Options that may be empty; an empty value of any other is taken for a shell's unset variable."""
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _METAVARS = {
-    **dict.fromkeys(("init", "teacher", "draft"), "MODEL"),
+    **dict.fromkeys(("init", "teacher"), "MODEL"),
     **dict.fromkeys(("data", "out", "text", "document", "page", "engine"), "PATH"),
     **dict.fromkeys(("chat", "beside", "validation"), "SOURCE"),
 }

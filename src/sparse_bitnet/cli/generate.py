@@ -3,7 +3,7 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -76,47 +76,18 @@ class SpeculationOptions:
     """Speculative decoding (cpu): maximum number of draft tokens checked per step. Fewer are used if that
     is faster on this machine. 0: off."""
 
-    draft: str | None = None
-    """Draft model (cpu): a smaller packed model with the same tokenizer. It drafts tokens where the text
-    so far has no repetition to copy."""
-
     def __post_init__(self) -> None:
         if not 0 <= self.speculative_tokens <= 63:
             raise UserError(f"--speculative-tokens {self.speculative_tokens}: must be 0 to 63")
-        if self.draft is not None and self.speculative_tokens == 0:
-            raise UserError("--draft has no effect with --speculative-tokens 0: leave one out")
 
-    def open(self, model: "OpenModel", engine: EngineOptions) -> "Speculation | None":
-        """Return the speculation of one scheduler of this model; None on an engine without any.
-
-        Raises `UserError` for a draft model that does not fit, or that nothing could use.
-        """
-        from sparse_bitnet.generation.open_model import open_model
+    def open(self, model: "OpenModel") -> "Speculation | None":
+        """Return the speculation of one scheduler of this model; None on an engine without any, or for
+        a model whose recurrent state rejected tokens would change."""
         from sparse_bitnet.generation.speculation import Speculation
 
-        lacks = None
-        if not model.engine.batch_invariant:
-            lacks = "the CPU engine, which does not run this model"
-        elif model.engine.most_states:
-            lacks = "a model without recurrent state, which rejected tokens would change"
-        if lacks and self.draft is not None:
-            raise UserError(f"--draft needs {lacks}: leave it out")
-        if lacks:
+        if not model.engine.batch_invariant or model.engine.most_states:
             return None
-        if self.draft is None:
-            return Speculation(model.engine, most=self.speculative_tokens)
-        draft = open_model(self.draft, replace(engine, engine="cpu", context_length=None))
-        fault = ""
-        if draft.engine.most_states:
-            fault = "its recurrent state cannot drop rejected tokens; give a model without one"
-        elif draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
-            fault = (
-                "its tokenizer differs from the model's; give a smaller model of the same family"
-            )
-        if fault:
-            draft.engine.close()
-            raise UserError(f"--draft {self.draft}: {fault}")
-        return Speculation(model.engine, most=self.speculative_tokens, draft=draft.engine)
+        return Speculation(model.engine, most=self.speculative_tokens)
 
 
 @dataclass(kw_only=True)
@@ -169,7 +140,7 @@ def main(
     from sparse_bitnet.generation.open_model import open_model
 
     model = open_model(checkpoint, engine)
-    drafts = speculation.open(model, engine)
+    drafts = speculation.open(model)
     matcher = None if grammar is None else model.grammars().start(grammar)
     prompt = config.read_prompt()
     tokens = model.first_tokens(prompt)
@@ -260,7 +231,7 @@ def chat(
             max_tokens=config.max_tokens,
             system=config.system,
             sampling=text,
-            speculation=speculation.open(model, engine),
+            speculation=speculation.open(model),
             stop=text.stop,
             grammar=None if grammar is None else model.grammars().start(grammar),
         )

@@ -108,7 +108,7 @@ def main(
             max_queue=config.max_queue,
             max_running=config.max_running,
             prefill_slice=config.prefill_slice,
-            speculation=speculation.open(opened, engine),
+            speculation=speculation.open(opened),
             observer=metrics,
         )
         name = config.model_name or Path(checkpoint).resolve().name or "model"
