@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from factories import changed_tensors, logits_of, randomise_vectors_, tiny_model
-from sparse_bitnet.checkpoint.hub import register, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
@@ -36,7 +36,6 @@ def make_packed(
 
     `dense`: end of the names of linears that stay as they are.
     """
-    register()
     model = tiny_model(family, seed=7, **changes)
 
     def is_chosen(module: nn.Module, name: str) -> bool:

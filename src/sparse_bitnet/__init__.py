@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    importlib.import_module("sparse_bitnet.checkpoint.hub").register()
+    importlib.import_module("sparse_bitnet.checkpoint.quantizers")  # it registers itself
 
 
 class _AfterRegistry(importlib.abc.MetaPathFinder):

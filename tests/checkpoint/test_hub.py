@@ -2,17 +2,19 @@
 """Checkpoints through transformers' from_pretrained: bit for bit, or refused with one line."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from factories import MODEL_FAMILIES, edit_json, edit_tensors, tiny_model
 from one_process import run_python
-from sparse_bitnet.checkpoint.hub import register, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.quantizers import register
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, sparse_layers
@@ -25,7 +27,7 @@ FORMATS = (
     "ternary-6:8,mask_gradient=masked,ste=clipped",
     "ternary-6:8,dense_layers=down_proj+model.layers.0.*",
 )
-IDS = torch.arange(24).view(2, 12)
+IDS, EMBEDDINGS = torch.arange(24).view(2, 12), "ternary-6:8,embeddings=ternary"
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +74,21 @@ class TestRoundTrip:
         base = AutoModel.from_pretrained(tmp_path / "out")
         assert list(sparse_layers(base)) == [f"layers.{i}.mlp.up_proj" for i in range(2)]
 
+    def test_heads_that_were_not_stored_stay_dense(self, saved: Path, tmp_path: Path) -> None:
+        scores = AutoModelForSequenceClassification.from_pretrained(saved, num_labels=1)
+        assert sparse_layers(scores).keys() == sparse_layers(from_pretrained(saved)).keys()
+        save_pretrained(convert_(tiny_model(tie_word_embeddings=True).model, "full-6:8"), tmp_path)
+        assert type(from_pretrained(tmp_path).lm_head) is torch.nn.Linear
+        tied = convert_(tiny_model(tie_word_embeddings=True), "full-6:8", lambda *_: True)
+        save_pretrained(tied, tmp_path)
+        assert_same_model(from_pretrained(tmp_path), tied)
+
     def test_bfloat16_masters_load_bit_for_bit(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(dtype=torch.bfloat16), SparseBitConfig())
         save_pretrained(model, tmp_path / "out")
         loaded = from_pretrained(tmp_path / "out", dtype="auto")
         assert loaded.dtype == torch.bfloat16
-        assert_same_model(loaded, model)
+        assert_same_model(pickle.loads(pickle.dumps(loaded)), model)
 
     def test_reconverted_after_loading_saves_the_new_format(self, saved: Path, tmp_path: Path):
         model = convert_(from_pretrained(saved), SparseBitConfig.parse("full-2:4"))
@@ -183,6 +194,17 @@ class TestRefusals:
         convert_(model.model.layers[0].mlp, "full-6:8")
         with pytest.raises(UserError, match="one checkpoint holds one format"):
             save_pretrained(model, tmp_path / "out")
+
+    def test_saving_a_new_head_or_adapters_is_refused(self, tmp_path: Path) -> None:
+        model = convert_(tiny_model(tie_word_embeddings=False, hidden_size=64), EMBEDDINGS)
+        model.resize_token_embeddings(130)
+        with pytest.raises(UserError, match="a new embedding or head: call convert_ again"):
+            save_pretrained(model, tmp_path / "out")
+        model.peft_config = {"default": None}
+        with pytest.raises(UserError, match="has adapters: merge them first"):
+            save_pretrained(model, tmp_path / "out")
+        with pytest.raises(UserError, match="has adapters: convert it first"):
+            convert_(model, "ternary-6:8")
 
     def test_saving_over_other_files_is_refused(self, tmp_path: Path) -> None:
         model = convert_(tiny_model(), SparseBitConfig())

@@ -11,7 +11,6 @@ import pytest
 
 from exported import verified_export
 from factories import changed, edit_tensors
-from sparse_bitnet.checkpoint.hub import register
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.errors import UserError
@@ -147,6 +146,5 @@ def test_the_command_exits_with_2_when_out_of_bounds(
 
 
 def test_an_export_of_a_packed_model_passes(checkpoint: Path, tmp_path: Path) -> None:
-    register()
     pack_checkpoint(checkpoint, tmp_path / "packed", embeddings="float32")
     verified_export(tmp_path / "packed", tmp_path / "out", "bitnet", embeddings="f32")

@@ -40,6 +40,13 @@ def test_format_can_be_given_as_text() -> None:
         convert_(tiny_model(), "ternary")
 
 
+def test_a_config_that_two_models_share_is_left_as_it_was() -> None:
+    model = tiny_model()
+    student = convert_(type(model)(model.config), "full-2:4")
+    assert not hasattr(model.config, "quantization_config")
+    assert student.model.layers[0].self_attn.config is student.config
+
+
 class TestFamilies:
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     @pytest.mark.parametrize("family", MODEL_FAMILIES)

@@ -9,15 +9,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from factories import randomise_vectors_, tiny_model
-from sparse_bitnet.checkpoint.hub import register, save_pretrained
+from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig
-
-
-@pytest.fixture(scope="session", autouse=True)
-def packed_models_are_registered() -> None:
-    register()
 
 
 def make_model(family: str = "qwen2", format: str = "ternary-6:8", **changes: object) -> nn.Module:

@@ -7,12 +7,14 @@ config carries `quant_method: "sparse_bitnet"`, a version and the whole `SparseB
 master weights are stored, so training can continue from there. Packed folders load in the same way.
 """
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_bitnet.checkpoint.checkpoint import (
     Checkpoint,
@@ -27,21 +29,19 @@ from sparse_bitnet.checkpoint.model_folder import (
     CONFIG_FILE,
     MASTERS_HELD,
     TOKENIZER_FILES,
-    WITHOUT_IMPORT,
     copy_files,
     finish_folder,
 )
-from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
-from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, prepare_model_
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import TEMPORARY_PREFIX, atomic_folder, check_ours
 from sparse_bitnet.layer_config import FORMAT_VERSION, REGISTERED
-from sparse_bitnet.nn.convert import convert_, first_unpackable, quantization_config, sparse_layers
+from sparse_bitnet.nn.convert import convert_, is_linear, quantization_config, sparse_layers
+from sparse_bitnet.nn.experts import is_fused_experts
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.nn.selection import Selection, select
 from sparse_bitnet.nn.ternary_tables import quantize_table, set_tables_
-from sparse_bitnet.packing.formats import QUANT_METHOD, SCALE_GROUPS, scale_group
+from sparse_bitnet.packing.formats import SCALE_GROUPS, scale_group
 from sparse_bitnet.packing.rotation import Rotation
 from sparse_bitnet.packing.tensor_file import DTYPES
 from sparse_bitnet.packing.ternary import TernaryWeight
@@ -93,6 +93,11 @@ def save_pretrained(
         )
     if any(config != configs[0] for config in configs):
         raise UserError("layers differ in their format; one checkpoint holds one format")
+    if getattr(model, "peft_config", None):
+        raise UserError("the model has adapters: merge them first, or save them with peft")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if configs[0].embeddings == "ternary" and {nn.Embedding, nn.Linear} & set(map(type, ends)):
+        raise UserError("the model has got a new embedding or head: call convert_ again")
     folder = Path(folder)
     check_ours(folder, ["config.json"], "a checkpoint")
     model.config.quantization_config = quantization_config(model, configs[0])
@@ -122,9 +127,9 @@ class TrainedCheckpoint(Checkpoint):
         self.format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
         if entry:
             self.format = read_format(entry, where=str(folder / CONFIG_FILE))
-            dense = set(entry["modules_to_not_convert"])
-            self.not_linear = first_unpackable(model, dense.__contains__)
-            convert_(model, self.format, lambda module, name: name not in dense)
+            chosen = was_converted(model, entry, lambda: WeightFiles.in_folder(folder).shapes)
+            self.not_linear = first_unpackable(model, lambda name: not chosen(None, name))
+            convert_(model, self.format, chosen)
             set_tables_(model, ternary=False)  # which are read as `others`
         self.layers = {
             name: (layer.out_features, layer.in_features)
@@ -194,61 +199,30 @@ class TrainedCheckpoint(Checkpoint):
         return select(self.master(layer), self.format, matrix=matrix)
 
 
-def register() -> None:
-    """Enter our two methods in transformers' registry of quantizers; a second call does nothing."""
-    from transformers.quantizers import auto
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
+def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> str:
+    """Return the name of the first layer that `convert_` converts but packed folders cannot hold: a
+    transposed one, or fused experts; "" for none. Layers that `keeps_dense` accepts are skipped."""
+    for name, module in model.named_modules():
+        is_other = is_linear(module) and not isinstance(module, nn.Linear)
+        if (is_other or is_fused_experts(module)) and not keeps_dense(name):
+            return name
+    return ""
 
-    if QUANT_METHOD in auto.AUTO_QUANTIZER_MAPPING:
-        return
 
-    class Entry(QuantizationConfigMixin):
-        """The `quantization_config` entry as transformers passes it around."""
+def was_converted(
+    model: Any, entry: dict[str, Any], stored: Callable[[], Iterable[str]]
+) -> Callable[[Any, str], bool]:
+    """Return a filter for the layers that the stored model had in its format. A model of another class
+    may have a head or pooler of its own: outside of lists of blocks, weights have to be `stored`."""
+    # A base model without its head has the same names less the prefix.
+    prefix = f"{model.base_model_prefix}."
+    dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
+    is_same = type(model).__name__ in (model.config.architectures or ())
+    weights = set() if is_same else {name.removeprefix(prefix) for name in stored()}
 
-        def __init__(self, **entry: Any) -> None:
-            self.__dict__.update(entry)
+    def chosen(module: Any, name: str) -> bool:
+        name = name.removeprefix(prefix)
+        is_there = is_same or re.search(r"\.\d+\.", name) or f"{name}.weight" in weights
+        return name not in dense and bool(is_there)
 
-    class MastersQuantizer(HfQuantizer):
-        """Converts the empty model before its weights are read."""
-
-        is_trainable = is_qat_trainable = is_compileable = True
-
-        def update_attn_implementation(self, config: Any) -> Any:
-            # `finish_folder` put this there, to make loading without this quantizer fail.
-            if config._attn_implementation in WITHOUT_IMPORT.values():
-                config._attn_implementation = None
-            return config
-
-        update_tp_plan = update_attn_implementation  # for releases without the other
-
-        def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-            return self.is_trainable
-
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            entry = self.quantization_config.to_dict()
-            format = read_format(entry)
-            # A base model without its head has the same names less the prefix.
-            prefix = f"{model.base_model_prefix}."
-            dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}
-            convert_(model, format, lambda module, name: name.removeprefix(prefix) not in dense)
-
-    class PackedQuantizer(MastersQuantizer):
-        """Replaces the layers of the empty model and decodes them when they are loaded.
-
-        It saves nothing, which would lack checksums and metadata: copy the folder instead.
-        """
-
-        requires_calibration = True
-        is_trainable = is_qat_trainable = is_compileable = False
-
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            folder = Path(kwargs["checkpoint_files"][0]).parent
-            prepare_model_(model, PackedCheckpoint(find_checkpoint(folder)))
-
-        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            finish_model_(model)
-
-    for method, quantizer in (("sparse_bitnet", MastersQuantizer), (QUANT_METHOD, PackedQuantizer)):
-        auto.register_quantization_config(method)(Entry)
-        auto.register_quantizer(method)(quantizer)
+    return chosen

@@ -4,11 +4,12 @@
 `convert_` recognises linear layers under any of their class names, and fused experts.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,8 @@ def convert_(
                 f"layers {name} and {other} share their weight, which activation={config.activation} "
                 "cannot rotate: leave both dense (dense_layers), or choose activation=int8"
             )
+    if getattr(model, "peft_config", None):
+        raise UserError("convert_: the model has adapters: convert it first, then add them")
     model_config: Any = getattr(model, "config", None)
     is_saved = hasattr(model, "save_pretrained") and hasattr(model_config, "to_dict")
     for name, sparse in sparse_layers(model).items() if is_saved else ():
@@ -148,8 +151,12 @@ def convert_(
     for name, norm in norms.items():
         layer: Any = model.get_submodule(name)
         layer.input_norm.copy_(norm)
-    if is_saved:
-        model_config.quantization_config = quantization_config(model, config)
+    if is_saved:  # other models may have been made from the same config
+        own = copy.copy(model_config)
+        for module in model.modules():
+            if vars(module).get("config") is model_config:
+                module.config = own
+        cast(Any, model).config.quantization_config = quantization_config(model, config)
     return model
 
 
@@ -234,16 +241,6 @@ def is_linear(module: nn.Module) -> bool:
     known = isinstance(module, SparseBitLinear) or type(module) in (nn.Linear, TernaryHead)
     known = known or _class_name(module) in (_CONV1D, *_LINEAR)
     return known and isinstance(module.weight, nn.Parameter)
-
-
-def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> str:
-    """Return the name of the first layer that `convert_` converts but packed folders cannot hold: a
-    transposed one, or fused experts; "" for none. Layers that `keeps_dense` accepts are skipped."""
-    for name, module in model.named_modules():
-        is_other = is_linear(module) and not isinstance(module, nn.Linear)
-        if (is_other or is_fused_experts(module)) and not keeps_dense(name):
-            return name
-    return ""
 
 
 def _converted(module: Any, config: SparseBitConfig, name: str) -> nn.Module:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.checkpoint.hub import read_format, save_pretrained
+from sparse_bitnet.checkpoint.hub import first_unpackable, read_format, save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
@@ -30,7 +30,7 @@ from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError, install, library_errors_as
 from sparse_bitnet.files import write_atomic
-from sparse_bitnet.nn.convert import first_unpackable, set_phase_, sparse_layers
+from sparse_bitnet.nn.convert import set_phase_, sparse_layers
 from sparse_bitnet.progress import Progress, say
 from sparse_bitnet.training import distributed, metrics, schedule
 from sparse_bitnet.training.config import TrainConfig
