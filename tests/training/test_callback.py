@@ -106,6 +106,9 @@ def test_follows_the_schedule_and_evaluates_in_the_full_format(make_trainer) -> 
     trainer.train()
     assert seen == [(6, 0.0), (6, 0.25), (6, 0.5), (6, 0.75)]
     plain.load_state_dict(model.state_dict())
+    for layer.kept, layer.blend in [(8, 0.5)]:  # as after a step that another callback stopped
+        SparseBitCallback().on_train_end(model=model, args=None, state=None, control=None)
+    assert (layer.kept, layer.blend) == (None, 1.0)
     evaluated = make_trainer(plain).evaluate()["eval_loss"]
     assert evaluated in [entry.get("eval_loss") for entry in trainer.state.log_history]
 

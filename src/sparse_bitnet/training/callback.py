@@ -64,6 +64,8 @@ class SparseBitCallback(TrainerCallback):
         self._selection.close()
         set_phase_(sparse_layers(kwargs["model"]).values(), None)
 
+    on_train_end = on_step_end  # a callback may have ended the step halfway
+
     def on_log(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         if "loss" in logs:
