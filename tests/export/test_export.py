@@ -49,18 +49,18 @@ def test_a_folder_is_complete_and_always_the_same(checkpoint: Path, tmp_path: Pa
     assert str(tmp_path) not in "".join(texts)
 
 
+BY_KIND = {"full_attention": {"rope_theta": 2.0}, "sliding_attention": {"rope_theta": 3.0}}
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
         ({"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6}),
-        (
-            {"full_attention": {"rope_theta": 2.0}, "sliding_attention": {"rope_theta": 3.0}},
-            {"model_type": "gemma3_text", "rope_theta": 2.0, "rope_local_base_freq": 3.0},
-        ),
-        (
-            {"full_attention": {"rope_theta": 2.0}, "sliding_attention": {"rope_theta": 3.0}},
-            {"model_type": "olmo3", "rope_theta": 2.0},
-        ),
+        (BY_KIND, {"model_type": "gemma3_text", "rope_theta": 2.0, "rope_local_base_freq": 3.0}),
+        (BY_KIND, {"model_type": "olmo3", "rope_theta": 2.0}),
+        ({"full_attention": {}, "sliding_attention": None}, {"model_type": "gemma3_text"}),
+        ({"rope_theta": 2.0}, {"model_type": "gemma3_text"}),
+        ({"rope_theta": 2.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         (
             {"rope_theta": 2.0, "partial_rotary_factor": 0.5},
             {"model_type": "gpt_neox", "rotary_emb_base": 2.0, "rotary_pct": 0.5},
@@ -69,10 +69,13 @@ def test_a_folder_is_complete_and_always_the_same(checkpoint: Path, tmp_path: Pa
 )
 def test_rope_is_also_stored_where_transformers_4_looks(source, tmp_path, rope, expected):
     family = expected.get("model_type", "qwen2")
-    own = changed(source, config=source.config | {"model_type": family, "rope_parameters": rope})
+    given = source.config | {"model_type": family, "rope_parameters": rope}
+    scaling = {name: expected[name] for name in expected if name == "rope_scaling"}
+    own = changed(source, config=given | scaling)
     write(own, tmp_path / "out", ExportConfig(format="dense"))
     config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
     assert config.items() >= expected.items()
+    assert ("rope_theta" in config) == ("rope_theta" in expected)
     assert config["rope_parameters"] == own.config["rope_parameters"]
 
 

@@ -89,16 +89,18 @@ def older_rope(config: dict[str, Any]) -> dict[str, Any]:
     tables = config.get("rope_parameters")
     if not isinstance(tables, dict):
         return {}
-    by_kind = any(isinstance(table, dict) for table in tables.values())
-    if by_kind and config.get("model_type") not in ("gemma3_text", "gemma3n_text", "olmo3"):
+    by_kind, kind = any(isinstance(table, dict) for table in tables.values()), config["model_type"]
+    if by_kind and kind not in ("gemma3_text", "gemma3n_text", "olmo3"):
         return {}  # transformers 4 does not know the others
-    rope = tables.get(FULL, tables)
+    if not by_kind and (config.get("rope_scaling") or kind.startswith("gemma3")):
+        return {}  # a table that no release reads
+    rope, windowed = tables.get(FULL, tables) or {}, tables.get(WINDOWED) or {}
     named = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if config.get("model_type") == "gpt_neox":
         named = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     older = {old: rope[name] for name, old in named.items() if name in rope}
-    if WINDOWED in tables:
-        older["rope_local_base_freq"] = tables[WINDOWED]["rope_theta"]
+    if "rope_theta" in windowed:
+        older["rope_local_base_freq"] = windowed["rope_theta"]
     if rope.get("rope_type", "default") != "default":
         older["rope_scaling"] = {key: rope[key] for key in rope if key not in named}
     return older
