@@ -146,6 +146,8 @@ def test_autobitlinear_is_imported_with_its_bias(checkpoint: Path, tmp_path: Pat
     folder = hugging_face(tmp_path / "out", entry, tensors)
     import_checkpoint(folder, tmp_path / "back")
     assert_close_to_transformers(tmp_path / "back", folder, 0.01)
+    edit_quantization(folder, linear_class="BitLinear")
+    assert_import_refused(folder, tmp_path / "no", "bitnet has no 'offline' 'BitLinear'")
 
 
 def test_published_masters_in_bfloat16_are_imported(
@@ -192,6 +194,7 @@ def test_bitnet_b1_58_keeps_its_architecture(tmp_path: Path) -> None:
             "several scales, which only packed folders hold: import it with --packed-format auto",
         ),
         ("weight_scale", lambda t: t * 0, "weight scale is not a positive number"),
+        ("weight_shape", lambda t: t + 1, "weight_shape is not"),
         (
             "weight_scale",
             lambda t: t * 0 + 3e38,

@@ -178,9 +178,15 @@ class BitnetFolder(ForeignFolder):
         entry = self.entry or {"quantization_mode": "online"}
         if entry.get("use_rms_norm") or has_linear_norms(self.files):
             self._add_linear_norms()
-        self.has_masters = entry.get("quantization_mode", "offline") == "online"
+        mode, kind = (
+            entry.get("quantization_mode", "offline"),
+            entry.get("linear_class", "bitlinear"),
+        )
+        if mode not in ("offline", "online") or kind not in ("bitlinear", "autobitlinear"):
+            raise UserError(f"{self.folder}/config.json: bitnet has no {shown(mode)} {shown(kind)}")
+        self.has_masters = mode == "online"
         self.tool = "bitnet masters" if self.has_masters else "bitnet"
-        self.stores_multiplier = entry.get("linear_class", "bitlinear") == "autobitlinear"
+        self.stores_multiplier = kind == "autobitlinear"
         kept = entry.get("modules_to_not_convert") or ["lm_head"]
         # transformers' regexes, which can take time without end, are refused.
         self.kept = list(map(str, kept)) if isinstance(kept, list) else [""]
@@ -264,7 +270,9 @@ class CompressedTensors(ForeignFolder):
 
     def ternary(self, layer: str) -> TernaryWeight:
         rows, columns = self.layers[layer]
-        scale = self.scale_of(layer)
+        scale, shape = self.scale_of(layer), f"{layer}.weight_shape"
+        if shape in self.files and self.files.read(shape).tolist() != [rows, columns]:
+            raise UserError(f"{self.folder}: layer {layer}: weight_shape is not {[rows, columns]}")
         if self.is_packed:
             words = self.codes_of(layer, torch.int32, (rows, -(-columns // CODES_PER_WORD)))
             codes = unpack_words(words, columns)
