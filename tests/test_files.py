@@ -121,10 +121,13 @@ class TestAtomicFolder:
             ):
                 pass
         assert os.listdir(old) == ["new"]
+        (old.parent / f".tmp-{os.getpid()}-{old.name}").mkdir()  # of another container's process
+        with atomic_folder(old):
+            pass
 
     @pytest.mark.parametrize(
         "error",
-        [FULL, SafetensorError("Error while serializing: No space left on device (os error 28)")],
+        [FULL, SafetensorError("Error while serializing: I/O error: full (os error 28)")],
     )
     def test_full_disk_is_one_line_and_keeps_the_old(self, old: Path, error: Exception) -> None:
         with pytest.raises(UserError, match=r"cannot write .*folder: No space left on device$"):

@@ -8,7 +8,9 @@ process killed at any moment leaves at most a `.tmp-*` neighbour, which readers 
 
 import errno
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from sparse_bitnet.errors import UserError, os_errors_as
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 TEMPORARY_PREFIX = ".tmp-"
+_STARTED = time.time_ns()
+"""Tells this process from an earlier one with its number, as each is number 1 in a container."""
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
@@ -77,8 +81,8 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         path = Path(os.path.realpath(path))
     if path.name in ("", "..") or (path.exists() and not path.is_dir()):
         raise UserError(f"cannot write {path}: not a name for a new folder")
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
-    is_ours = False
+    ours = f"{os.getpid()}-{_STARTED}-{path.name}"
+    temporary, is_ours = path.with_name(TEMPORARY_PREFIX + ours), False
     try:
         temporary.mkdir(parents=True)
         is_ours = True
@@ -88,7 +92,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
             file.chmod(mode)
         sync_tree(temporary)
         # rename() does not replace a folder that holds files: move the old one aside first.
-        old = path.with_name(f"{TEMPORARY_PREFIX}replaced-{os.getpid()}-{path.name}")
+        old = path.with_name(f"{TEMPORARY_PREFIX}replaced-{ours}")
         if path.exists():
             os.rename(path, old)
         try:
@@ -103,8 +107,8 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     except Exception as error:
         # safetensors, for one, reports a full disk with an exception of its own.
-        if NO_SPACE in str(error):
-            raise UserError(f"cannot write {path}: {NO_SPACE}") from error
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise UserError(f"cannot write {path}: {os.strerror(int(number[1]))}") from error
         raise
     finally:
         if is_ours:
