@@ -59,6 +59,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_continues(
         (": null", ": 0", "another teacher"),
         ('"init": null', '"init": 0', "another initial model"),
         ('"data": {', '"data": 0, "none": {', "is damaged"),
+        ('"step": 3', '"step": 2', "state.json is not of step 3"),
         ('"version": 2', '"version": 1', "checkpoint version 1, this release reads 2"),
         ('"version": 2', '"version": 3', "checkpoint version 3, this release reads 2"),
     ],
@@ -71,6 +72,15 @@ def test_a_checkpoint_of_other_data_teacher_or_version_is_refused(small_run, old
     with pytest.raises(UserError, match=what):
         train(dataclasses.replace(config, validation_every=1))
     assert (Path(config.out) / "config.json").read_text() == before
+
+
+def test_a_config_edited_after_the_checkpoint_is_refused(small_run):
+    config = small_run()
+    interrupted(config, 3)
+    other = dataclasses.replace(config, learning_rate=0.5)
+    (Path(config.out) / "config.json").write_text(other.to_json())
+    with pytest.raises(UserError, match=r"of another config \(learning_rate"):
+        train(other)
 
 
 @pytest.mark.parametrize("place", [(run_folder, "sync_tree"), (Path, "write_text")])

@@ -128,6 +128,10 @@ def test_a_finished_run_on_other_text_is_refused(small_run, tmp_path):
         train(dataclasses.replace(config, data=small_run().data))
     config = dataclasses.replace(config, validation_tokens=256)
     assert train(dataclasses.replace(config, data=small_run().data)) == first, "as it was"
+    result = Path(config.out) / "result.json"
+    result.write_text(result.read_text().replace('"steps": 2', '"steps": null'))
+    with pytest.raises(UserError, match=r"result\.json is damaged"):
+        train(dataclasses.replace(config, data=small_run().data))
 
 
 def test_dense_layers_of_the_command_line_become_part_of_the_format(small_run, tmp_path, capsys):

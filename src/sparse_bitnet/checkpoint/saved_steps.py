@@ -121,7 +121,10 @@ def damage(checkpoint: SavedStep, part: int = 0, parts: int = 1) -> str | None:
     Of `parts` processes that share the reading, the `part`-th checks every `parts`-th file.
     """
     try:
-        files = json.loads((checkpoint.path / STATE).read_bytes())["files"]
+        state = json.loads((checkpoint.path / STATE).read_bytes())
+        files = state["files"]
+        if state["step"] != checkpoint.step or f"{FOLDER}/.metadata" not in files:
+            return f"{STATE} is not of step {checkpoint.step}"
         for name, expected in sorted(files.items())[part::parts]:
             checksum = f"{file_crc32(file_inside(checkpoint.path, name, STATE)):08x}"
             if checksum != expected:

@@ -206,14 +206,14 @@ WITHOUT_EFFECT_ON_WEIGHTS = (
 """Fields that may change between the parts of one run: the data is compared by its content instead."""
 
 
-def read_config(run: Path) -> TrainConfig:
-    """Read the config of a run folder.
+def read_config(run: Path, name: str = "config.json") -> TrainConfig:
+    """Read the config of a run folder, or by another `name` that of a checkpoint.
 
     Raises `UserError` when the folder holds no run, or its config is damaged or of another version.
     """
-    path = run / "config.json"
+    path = run / name
     if not path.is_file():
-        raise UserError(f"{run} is not a run folder: it has no config.json")
+        raise UserError(f"{run} is not a run folder: it has no {name}")
     values = read_json(path)
     if "model_type" in values:
         raise UserError(f"{path} is that of a model, not of a run; choose another folder")
@@ -232,7 +232,11 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value > 0,
         "must be above 0",
     ),
-    ("steps seed data_seed vocab_size", lambda value: abs(value) < 2**63, "is too large"),
+    (
+        "steps batch_size seed data_seed vocab_size",
+        lambda value: abs(value) < 2**63,
+        "is too large",
+    ),
     ("threads", lambda value: value <= MOST_THREADS, f"at most {MOST_THREADS:,}"),
     (
         "sparse_fraction warmup_fraction decay_fraction",

@@ -51,7 +51,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         head = weight.to(dtype)
-        total, divergence = torch.zeros((2,), dtype=torch.float64, device=hidden.device)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        divergence = torch.zeros_like(total)
         grad_hidden = torch.empty_like(hidden if needs_grad else hidden[:0])
         grad_weight = torch.zeros_like(weight if needs_grad else weight[:0], dtype=torch.float32)
         with torch.autocast(device, enabled=False):

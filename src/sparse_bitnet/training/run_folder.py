@@ -89,7 +89,12 @@ def check_run(run: Path, config: TrainConfig) -> None:
     check_ours(run, ["config.json"], "a run folder")
     if "steps" not in (read_json_if_there(run / "config.json") or ["steps"]):
         raise UserError(f"{run}: its config.json is not a run's; choose another folder")
-    if saved_steps.is_started(run) and (changed := read_config(run).difference(config)):
+    if saved_steps.is_started(run):
+        _check_config(run, read_config(run), config)
+
+
+def _check_config(run: Path, stored: TrainConfig, config: TrainConfig) -> None:
+    if changed := stored.difference(config):
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         raise UserError(f"{run} holds a run of another config ({listed}); choose another folder")
 
@@ -114,6 +119,8 @@ def finished_result(run: Path, config: TrainConfig, data: dict[str, Any]) -> Run
         return None
     with library_errors_as(f"{path} is damaged"):
         result = RunResult(**read_json(path))
+        shown = (result.steps, result.tokens, result.validation_tokens, result.zero_fraction)
+        sum((*shown, result.validation_perplexity, result.flip_rate or 0))  # are numbers
     check_inputs(run, result.data, data)
     if (scored := read_config(run).validation_tokens) != config.validation_tokens:
         raise UserError(
@@ -219,6 +226,7 @@ class RunCheckpoints:
         Raises `UserError` for other data, and for files that are unreadable or of another model.
         """
         check_inputs(self.run, saved_steps.stored_inputs(checkpoint), self.data_identity)
+        _check_config(self.run, read_config(checkpoint.path, "train_config.json"), self.config)
         # `tensors` names these only after a first step.
         for parameter in self.parameters.values():
             if parameter.requires_grad:
