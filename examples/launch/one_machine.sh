@@ -12,6 +12,8 @@ set -euo pipefail
 : "${OUT:?run folder}"
 PROCESSES="${PROCESSES:-gpu}"
 RESTARTS="${RESTARTS:-3}"
+# Without this, processes that are started again wait for addresses of those that are gone.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --standalone --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \
     -m sparse_bitnet train --data "$DATA" --out "$OUT" "$@"
