@@ -178,10 +178,8 @@ class BitnetFolder(ForeignFolder):
         entry = self.entry or {"quantization_mode": "online"}
         if entry.get("use_rms_norm") or has_linear_norms(self.files):
             self._add_linear_norms()
-        mode, kind = (
-            entry.get("quantization_mode", "offline"),
-            entry.get("linear_class", "bitlinear"),
-        )
+        mode = entry.get("quantization_mode", "offline")
+        kind = entry.get("linear_class", "bitlinear")
         if mode not in ("offline", "online") or kind not in ("bitlinear", "autobitlinear"):
             raise UserError(f"{self.folder}/config.json: bitnet has no {shown(mode)} {shown(kind)}")
         self.has_masters = mode == "online"

@@ -96,7 +96,7 @@ def older_rope(config: dict[str, Any]) -> dict[str, Any]:
         return {}  # a table that no release reads
     rope, windowed = tables.get(FULL, tables) or {}, tables.get(WINDOWED) or {}
     named = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-    if config.get("model_type") == "gpt_neox":
+    if kind == "gpt_neox":
         named = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     older = {old: rope[name] for name, old in named.items() if name in rope}
     if "rope_theta" in windowed:
