@@ -55,8 +55,6 @@ Loaded load_rows(ThreadPool& pool, const ByteSource& bytes, std::int64_t rows, s
   return all;
 }
 
-constexpr char bad_count[] = "a group has fewer non-zeros than the pattern says";
-
 // One row of a strip of i2 (matmul.h), whose first word is at `to`. columns is a multiple of strip_columns.
 void encode_strip_row(const std::uint8_t* digits, std::int64_t columns, std::uint8_t* to) {
   for (std::int64_t c = 0; c < columns; c += strip_columns, to += 64) {
@@ -125,7 +123,6 @@ Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
   const bool is_there = is_copy && out.data == stored.bytes.data;
   const packed::Pattern pattern = packed::coded(stored.pattern);
   const auto groups = is_i2 || is_b3 ? nullptr : std::make_unique<GroupDecoder>(stored.pattern, columns);
-  const bool must_be_full = out.pattern.exact && !stored.pattern.exact;
   // Encoders read padding, and decoders of whole blocks may leave some of it as it is.
   std::vector<std::vector<std::uint8_t>> memory(std::size_t(pool.threads()),
                                                 std::vector<std::uint8_t>(std::size_t(digits_size(columns)), 1));
@@ -140,11 +137,6 @@ Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out) {
                                  : decode_b3(from, columns, digits);
     if (damage == nullptr && !groups) damage = check_groups(pattern, digits, columns);
     if (damage != nullptr) return damage;
-    if (must_be_full) {
-      std::int64_t nonzeros = 0;
-      for (std::int64_t i = 0; i < columns; ++i) nonzeros += digits[i] != 1;
-      if (nonzeros < columns / pattern.m * pattern.n) return bad_count;
-    }
     if (!is_copy) encode(out, row, digits);
     return nullptr;
   };

@@ -31,8 +31,8 @@ struct StoredMatrix {
   static std::int64_t bytes_per_row(StoredFormat format, packed::Pattern pattern, std::int64_t columns);
 };
 
-// Writes the rows of `out`, a matrix of ternary weights; bytes between rows are unchanged. A
-// damaged matrix gives arbitrary weights, within its bounds. If `out` is the stored bytes themselves, in a mapped
+// Writes the rows of `out`, a matrix of ternary weights; bytes between rows are unchanged. If its pattern is exact, the
+// stored groups must have n non-zeros. A damaged matrix gives arbitrary weights, within its bounds. If `out` is the stored bytes themselves, in a mapped
 // file, they are only checked.
 Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 

@@ -71,11 +71,10 @@ TARGET static void finish_rows(const Activations& x, std::int64_t t, const Produ
         const double both = double(std::int32_t(dots[r] - excess)) * 128.0 + double(dots[sums.block + r] - fine_excess);
         y[r] = float(both) * (1.0f / 128.0f) * (scale * scales[r]);
       }
-    } else if (scales) {
-      for (std::int64_t r = 0; r < rows; ++r) y[r] = float(std::int32_t(dots[r] - excess)) * (scale * scales[r]);
     } else {
-      const float of_all = scale * matrix.scale;
-      for (std::int64_t r = 0; r < rows; ++r) y[r] = float(std::int32_t(dots[r] - excess)) * of_all;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        y[r] = float(std::int32_t(dots[r] - excess)) * (scale * (scales ? scales[r] : matrix.scale));
+      }
     }
   }
   for (std::int64_t r = 0; product.bias && r < rows; ++r) y[r] += product.bias[begin + r];

@@ -57,7 +57,7 @@ INLINE Floats row_scales(const Matrix& matrix, std::int64_t row, std::int64_t gr
 
 // sums [T, sums_apart] of `count` strips of i2 (matmul.h), `step` rows apart, and of tokens from `token` on. S strips are
 // multiplied together; a group of these and one of the next S are read in turns.
-template <int S, int T>
+template <int S, int T, int AHEAD>
 TARGET __attribute__((noinline)) static void strip_sums(const Matrix& matrix, std::int64_t row, std::int64_t step,
                                                         int count, const Activations& x, const GroupSums& of,
                                                         std::int64_t token, float* sums, std::int64_t sums_apart) {
@@ -97,8 +97,7 @@ TARGET __attribute__((noinline)) static void strip_sums(const Matrix& matrix, st
                                                  : block[v] & splat(std::uint8_t(3 << 2 * (p % masked)));
               if (chains > 1 && masked == 2 && p == 1) block[v] = shifted_down(block[v], 4);
             }
-            constexpr int ahead = T <= 2 ? strip_ahead : far_ahead;
-            if (p % 2 == 0 && p / 2 < S) fetch_with<ahead>(codes[0], words + p / 2 * to_next);
+            if (p % 2 == 0 && p / 2 < S) fetch_with<AHEAD>(codes[0], words + p / 2 * to_next);
             UNROLL for (int t = 0; t < T; ++t) {
               const Fours four = tokens.at(t, 0, p);
               UNROLL for (int v = 0; v < vectors; ++v) {
@@ -131,7 +130,7 @@ TARGET __attribute__((noinline)) static void strip_sums(const Matrix& matrix, st
 #if VECTOR_BYTES == 64
 // The same of strips of lookup. Where one token is all, every other of codes has sums of its own, so that none waits for
 // the one before.
-template <int T>
+template <int T, int STREAMS>
 TARGET __attribute__((noinline)) static void lookup_strip_sums(const Matrix& matrix, std::int64_t row, std::int64_t step,
                                                                int count, const Activations& x, const GroupSums& of,
                                                                std::int64_t token, float* sums, std::int64_t sums_apart) {
@@ -140,12 +139,12 @@ TARGET __attribute__((noinline)) static void lookup_strip_sums(const Matrix& mat
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   const std::int64_t groups = of.in_row, scale = scale_index(matrix, row);
   const std::uint8_t* strip = matrix.data + row * matrix.row_stride;
-  Floats total[strip_streams][T] = {};
+  Floats total[STREAMS][T] = {};
   for (std::int64_t g = 0; g < groups;) {
     const bool is_shared = g + digits <= groups;
     const std::int64_t next = is_shared ? 4 : 4 * digits, apart = is_shared ? of.group : 4;
     const std::int8_t* codes_at = x.codes + token * x.stride + g * of.group;
-    Sums all_sums[strip_streams][T][digits][chains] = {};
+    Sums all_sums[STREAMS][T][digits][chains] = {};
     for (std::int64_t b = lookup::strip_blocks(of.group, is_shared); b > 0; --b, codes_at += rows * next) {
       NO_UNROLL for (int s = 0; s < count; ++s) {
         const std::uint8_t* from = strip + s * step * matrix.row_stride;
@@ -157,7 +156,7 @@ TARGET __attribute__((noinline)) static void lookup_strip_sums(const Matrix& mat
           UNROLL for (int p = 0; p < digits; ++p) {
             Bytes weights = Planes::next(layout, codes, p);
             const int line = line_at(v * digits + p, rows * digits, vectors);
-            if (line >= 0) fetch_with<strip_ahead>(weights, from + line * block_bytes);
+            if (line >= 0) fetch_with<STREAMS == 1 ? 0 : strip_ahead>(weights, from + line * block_bytes);
             UNROLL for (int t = 0; t < T; ++t) {
               const Bytes four = repeat4(codes_at + v * next + t * x.stride + p * apart);
               sums_of[t][p][v % chains] = dot_codes(sums_of[t][p][v % chains], weights, four);

@@ -66,17 +66,17 @@ using QuadPlanes = LookupPlanes<4, 6, tokens_together>;
 using ExactQuadPlanes = LookupPlanes<4, 5, 2>;
 
 // dots [T, dots_apart] of `count` strips, `step` rows apart, whose blocks are read in turns, and a token, or of one strip
-// and T tokens.
-template <class Planes, int T>
+// and T tokens. At most STREAMS strips.
+template <class Planes, int T, int STREAMS, int AHEAD>
 TARGET __attribute__((noinline)) static void dot_strips(const Matrix& matrix, const std::uint8_t* strip, std::int64_t step,
                                                         int count, const std::int8_t* x, std::int64_t stride,
                                                         std::int32_t* dots, std::int64_t dots_apart) {
-  constexpr int R = Planes::rows, vectors = Planes::shape.vectors(), most = T > 1 ? 1 : strip_streams;
+  constexpr int R = Planes::rows, vectors = Planes::shape.vectors();
   constexpr std::int64_t chunk = small_dots / (Planes::count * block_vectors);
   const lookup::Layout& layout = lookup::layout_of(matrix.pattern);
   const std::int64_t blocks = Planes::shape.blocks(matrix.columns);
-  if (most == 1) count = 1;  // as callers say
-  Accumulators<R, T> of_strips[most] = {};
+  if (STREAMS == 1) count = 1;  // as callers say
+  Accumulators<R, T> of_strips[STREAMS] = {};
   for (std::int64_t b = 0; b < blocks;) {
     const std::int64_t end = blocks - b < chunk ? blocks : b + chunk;
     for (; b < end; ++b, strip += vectors * block_bytes, x += Planes::count * block_bytes) {
@@ -92,7 +92,7 @@ TARGET __attribute__((noinline)) static void dot_strips(const Matrix& matrix, co
             const int r = T > 1 ? i % R : i / Planes::count, p = T > 1 ? i / R : i % Planes::count;
             Bytes weights = Planes::next(layout, codes[r], p);
             const int line = line_at(v * Planes::count * R + i, block_vectors * Planes::count * R, vectors);
-            if (line >= 0) fetch_with<T == 1 ? strip_ahead : far_ahead>(weights, from + line * block_bytes);
+            if (line >= 0) fetch_with<AHEAD>(weights, from + line * block_bytes);
             UNROLL for (int t = 0; t < T; ++t) {
               const Bytes xs = load_bytes(x + t * stride + p * block_bytes + v * VECTOR_BYTES);
               a.small[t][r] = dot_codes(a.small[t][r], weights, xs);
@@ -118,11 +118,14 @@ TARGET static void dot_tokens(const Matrix& matrix, std::int64_t begin, std::int
   const std::int8_t* codes = Planes::shape.neighbours() ? x.quads : x.codes;
   const std::int64_t stride = Planes::shape.neighbours() ? quad_stride(x.columns) : x.stride;
   const std::int64_t apart = sums_apart(begin, end);
-  const int streams = x.tokens > 1 ? 1 : strip_streams;
+  const bool few = x.tokens == 1 && reads_few_streams();
+  const int streams = few || x.tokens > 1 ? 1 : strip_streams;
   in_streams(end - begin, Planes::rows, streams, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
       taken = t + Planes::tokens <= x.tokens ? Planes::tokens : 1;
-      const auto dot = taken > 1 ? dot_strips<Planes, Planes::tokens> : dot_strips<Planes, 1>;
+      const auto dot = taken > 1 ? dot_strips<Planes, Planes::tokens, 1, far_ahead>
+                       : few     ? dot_strips<Planes, 1, 1, 0>
+                                 : dot_strips<Planes, 1, strip_streams, strip_ahead>;
       dot(matrix, matrix.data + (begin + r) * matrix.row_stride, step, count, codes + t * stride, stride,
           dots + t * apart + r, apart);
     }

@@ -270,20 +270,28 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (matrix.in_strips() && !of_i2) {
 #if VECTOR_BYTES == 64
     const GroupSums of(matrix, x, group_sums);
-    in_streams(end - begin, strip_rows, strip_streams, strip_streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+    const int streams = x.tokens > 1 ? strip_streams : memory_streams.strips;
+    in_streams(end - begin, strip_rows, streams, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
       for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
         taken = x.tokens - t > 3 ? 4 : x.tokens - t > 1 ? 2 : 1;
-        const auto add_up = taken == 4 ? lookup_strip_sums<4> : taken == 2 ? lookup_strip_sums<2> : lookup_strip_sums<1>;
+        const auto add_up = taken == 4    ? lookup_strip_sums<4, strip_streams>
+                            : taken == 2  ? lookup_strip_sums<2, strip_streams>
+                            : streams > 1 ? lookup_strip_sums<1, strip_streams>
+                                          : lookup_strip_sums<1, 1>;
         add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);
       }
     });
 #endif
   } else if (matrix.in_strips()) {
     const GroupSums of(matrix, x, group_sums);
-    const int streams = x.tokens > 2 ? strips_together : strip_streams;
+    const bool few = x.tokens == 1 && reads_few_streams();
+    const int streams = x.tokens > 2 ? strips_together : few ? 1 : strip_streams;
     in_streams(end - begin, strip_rows, streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
       each_token_group(x.tokens, [&](auto T, std::int64_t t) TARGET {
-        const auto add_up = count > 1 ? strip_sums<strips_together, T> : strip_sums<1, T>;
+        constexpr int ahead = T > 2 ? far_ahead : strip_ahead;
+        const auto add_up = count > 1 ? strip_sums<strips_together, T, ahead>
+                            : few     ? strip_sums<1, T, T == 1 ? 0 : ahead>
+                                      : strip_sums<1, T, ahead>;
         add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);
       });
     });

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Few tokens: dot products along the rows, weights decoded in registers. Included by matmul-inl.h.
 //
-// Rows that are multiplied together lie far apart, so that each is a stream of memory of its own: of several streams the
-// hardware fetches more ahead of their use than of one (on a Xeon a fifth to a third more is read). Strips, which need
-// the registers for themselves, are read in turns, a few lines of each.
+// Rows that are multiplied together lie far apart, so that each is a stream of memory of its own: memory_streams says how
+// many of one token. Strips, which need the registers for themselves, are read in turns, a few lines of each.
 
-constexpr int row_streams = 8, strip_streams = 4;
-// How many bytes before their use a stream is fetched: of rows, of strips for one or two tokens, of strips for more.
+constexpr int strip_streams = many_streams.strips;
+// How many bytes before their use lines are fetched: of rows, of strips for one or two tokens, of strips for more.
 constexpr int row_ahead = 512, strip_ahead = 1280, far_ahead = 3072;
 
 // Calls multiply(r, step, count) for `rows` rows in strips of `strip`, r the first row: for `streams` strips that lie
@@ -20,10 +19,11 @@ INLINE void in_streams(std::int64_t rows, int strip, int streams, int together, 
   }
 }
 
-// Fetches the line AHEAD bytes behind `at`, where a kernel computes `value`: of prefetches that follow each other closely
-// most wait.
+// Fetches the line AHEAD bytes behind `at`, or none, where a kernel computes `value`: of prefetches that follow each other
+// closely most wait.
 template <int AHEAD, class V>
 INLINE void fetch_with(V& value, const std::uint8_t* at) {
+  if (AHEAD == 0) return;
 #if defined(__x86_64__)
   __asm__("prefetcht0 %1" : "+v"(value) : "m"(at[AHEAD]));
 #else
@@ -76,7 +76,7 @@ INLINE void widen_all(Accumulators<R, T>&) {}
 #endif
 
 // The first `blocks` blocks of R rows of i2, which are whole.
-template <int R, int T>
+template <int R, int T, int AHEAD>
 INLINE void dot_blocks(const std::uint8_t* row, std::int64_t apart, const std::int8_t* const* x,
                        std::int64_t blocks, Accumulators<R, T>& a) {
   constexpr int places = i2_planes * block_vectors;
@@ -95,7 +95,7 @@ INLINE void dot_blocks(const std::uint8_t* row, std::int64_t apart, const std::i
           const std::uint8_t* at = row + r * apart + b * block_bytes;
           Bytes& bytes = block[r][v];
           if (p == 0) bytes = load_bytes(at + v * VECTOR_BYTES);
-          if (p == 0 && v == 0) fetch_with<row_ahead>(bytes, at);
+          if (p == 0 && v == 0) fetch_with<AHEAD>(bytes, at);
           const Bytes codes = T > 1 ? plane(bytes, p) : bytes & splat(std::uint8_t(p % 2 ? 12 : 3));
           if (T == 1 && p == 1) bytes = shifted_down(bytes, 4);
           UNROLL for (int t = 0; t < T; ++t) {
@@ -111,12 +111,12 @@ INLINE void dot_blocks(const std::uint8_t* row, std::int64_t apart, const std::i
   }
 }
 
-template <int R, int T>
+template <int R, int T, int AHEAD>
 INLINE void dot_i2_rows(const Matrix& matrix, const std::uint8_t* row, std::int64_t apart, const std::int8_t* const* x,
                         Accumulators<R, T>& a) {
   constexpr int block_weights = packed::i2_block_weights;
   const std::int64_t blocks = matrix.columns / block_weights;
-  dot_blocks<R, T>(row, apart, x, blocks, a);
+  dot_blocks<R, T, AHEAD>(row, apart, x, blocks, a);
   const std::int64_t left = matrix.columns - blocks * block_weights;
   if (left == 0) return;
   const std::int64_t step = packed::i2_plane_bytes(left);
@@ -139,7 +139,7 @@ INLINE void dot_i2_rows(const Matrix& matrix, const std::uint8_t* row, std::int6
   widen_all(a);
 }
 
-template <int R, int T>
+template <int R, int T, int AHEAD>
 INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row, std::int64_t apart,
                           const std::int8_t* const* x, Accumulators<R, T>& a) {
   // Whatever lies behind a row meets activations of zero.
@@ -148,7 +148,7 @@ INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row, std::in
       const std::uint8_t* at = row + r * apart + c;
       Bytes weights[block_vectors];
       UNROLL for (int v = 0; v < block_vectors; ++v) weights[v] = load_bytes(at + v * VECTOR_BYTES);
-      fetch_with<row_ahead>(weights[block_vectors - 1], at);
+      fetch_with<AHEAD>(weights[block_vectors - 1], at);
       UNROLL for (int v = 0; v < block_vectors; ++v) {
         UNROLL for (int t = 0; t < T; ++t) {
           a.sums[t][r] = dot_int8(a.sums[t][r], weights[v], load_bytes(x[t] + c + v * VECTOR_BYTES));
@@ -159,15 +159,15 @@ INLINE void dot_int8_rows(const Matrix& matrix, const std::uint8_t* row, std::in
 }
 
 // dots [T, dots_apart] of R rows that lie `step` rows apart, and of T tokens.
-template <WeightFormat FORMAT, int R, int T>
+template <WeightFormat FORMAT, int R, int T, int AHEAD>
 TARGET __attribute__((noinline)) static void dot_rows(const Matrix& matrix, const std::uint8_t* row, std::int64_t step,
                                                       const std::int8_t* const* x, std::int32_t* dots,
                                                       std::int64_t dots_apart) {
   Accumulators<R, T> a = {};
   if constexpr (FORMAT == WeightFormat::i2) {
-    dot_i2_rows<R, T>(matrix, row, step * matrix.row_stride, x, a);
+    dot_i2_rows<R, T, AHEAD>(matrix, row, step * matrix.row_stride, x, a);
   } else {
-    dot_int8_rows<R, T>(matrix, row, step * matrix.row_stride, x, a);
+    dot_int8_rows<R, T, AHEAD>(matrix, row, step * matrix.row_stride, x, a);
   }
   UNROLL for (int t = 0; t < T; ++t) {
     std::int32_t sums[R];
@@ -176,19 +176,19 @@ TARGET __attribute__((noinline)) static void dot_rows(const Matrix& matrix, cons
   }
 }
 
-template <WeightFormat FORMAT, int R>
+template <WeightFormat FORMAT, int R, int AHEAD = row_ahead>
 TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row, std::int64_t step,
                               const std::int8_t* const* x, std::int64_t tokens, std::int32_t* dots,
                               std::int64_t dots_apart) {
   static_assert(tokens_together == 2 || tokens_together == 4);
-  constexpr int most = R > 4 ? 2 : tokens_together;
+  constexpr int most = R > 4 || AHEAD == 0 ? 2 : tokens_together;
   while (tokens > 0) {
     const int taken = tokens < most ? int(tokens) : most;
-    if (taken == 1) dot_rows<FORMAT, R, 1>(matrix, row, step, x, dots, dots_apart);
-    if (taken == 2) dot_rows<FORMAT, R, 2>(matrix, row, step, x, dots, dots_apart);
+    if (taken == 1) dot_rows<FORMAT, R, 1, AHEAD>(matrix, row, step, x, dots, dots_apart);
+    if (taken == 2) dot_rows<FORMAT, R, 2, AHEAD>(matrix, row, step, x, dots, dots_apart);
     if constexpr (most > 2) {
-      if (taken == 3) dot_rows<FORMAT, R, 3>(matrix, row, step, x, dots, dots_apart);
-      if (taken == 4) dot_rows<FORMAT, R, 4>(matrix, row, step, x, dots, dots_apart);
+      if (taken == 3) dot_rows<FORMAT, R, 3, AHEAD>(matrix, row, step, x, dots, dots_apart);
+      if (taken == 4) dot_rows<FORMAT, R, 4, AHEAD>(matrix, row, step, x, dots, dots_apart);
     }
     x += taken;
     dots += taken * dots_apart;
@@ -200,10 +200,12 @@ TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row, std
 template <WeightFormat FORMAT>
 TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const std::int8_t* const* x,
                              std::int64_t tokens, std::int32_t* dots) {
-  in_streams(end - begin, 1, tokens > 2 ? 4 : row_streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
-    const auto dot = count == 1   ? dot_tokens<FORMAT, 1>
-                     : count == 4 ? dot_tokens<FORMAT, 4>
-                                  : dot_tokens<FORMAT, row_streams>;
+  const bool few = tokens <= (FORMAT == WeightFormat::int8 ? 2 : 1) && reads_few_streams();  // codes and fine of one token
+  in_streams(end - begin, 1, few || tokens > 2 ? few_streams.rows : many_streams.rows, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+    const auto dot = count == 1                   ? dot_tokens<FORMAT, 1>
+                     : count == many_streams.rows ? dot_tokens<FORMAT, many_streams.rows>
+                     : few                        ? dot_tokens<FORMAT, few_streams.rows, 0>
+                                                  : dot_tokens<FORMAT, few_streams.rows>;
     dot(matrix, matrix.data + (begin + r) * matrix.row_stride, step, x, tokens, dots + r, sums_apart(begin, end));
   });
 }

@@ -159,6 +159,9 @@ static bool system_keeps(unsigned states) {
   return (low & states) == states;
 }
 
+constexpr unsigned authentic_amd = 0x68747541;  // the first four letters
+Streams memory_streams = Cpuid(0, 0).b == authentic_amd ? few_streams : many_streams;
+
 bool cpu_has_avx2() {
   constexpr unsigned pclmul = 1u << 1, fma = 1u << 12, sse4 = 3u << 19, popcnt = 1u << 23, avx = 1u << 28,
                      f16c = 1u << 29, first = pclmul | fma | sse4 | popcnt | avx | f16c;
@@ -179,8 +182,11 @@ bool cpu_has_avx512vbmi() { return cpu_has_avx512vnni() && (Cpuid(7, 0).c & 1u <
 
 bool cpu_has_amx_int8() { return cpu_has_avx512vbmi() && *amx_refusal() == 0; }
 
-#elif defined(__aarch64__)
+#else
+Streams memory_streams = many_streams;
+#endif
 
+#if defined(__aarch64__)
 bool cpu_has_dotprod() {
 #if defined(__linux__)
   return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP

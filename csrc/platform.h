@@ -55,6 +55,17 @@ int fork_count();
 using OpenmpParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 OpenmpParallel find_openmp();
 
+// How many rows or strips of weights a thread reads at once for one token, each of them a stream of memory. An Intel Xeon
+// reads a fifth to a third more from many streams with prefetches; an AMD EPYC (Zen 4) does from few without, which its own
+// prefetchers follow.
+struct Streams {
+  int rows, strips;
+};
+constexpr Streams many_streams = {8, 4}, few_streams = {4, 1};
+// This processor's; tests take the other one.
+extern Streams memory_streams;
+inline bool reads_few_streams() { return memory_streams.strips == few_streams.strips; }
+
 // Compilers with these headers, and their assemblers, know the instructions.
 #if defined(__x86_64__) && defined(__has_include)
 #if __has_include(<amxtileintrin.h>) && defined(__linux__)
