@@ -125,7 +125,7 @@ def _by_pattern(phase: str) -> tuple[list[Row], list[int], dict[tuple[str, str],
 def layouts() -> str:
     rows = read("layouts")
     threads = sorted({row["threads"] for row in rows})
-    head = ["pattern", "weight format", "bits per weight", "cycles per weight"]
+    head = ["pattern", "weight format", "bits per weight", "ps per weight"]
     head += threads_heads("10⁹ weights/s", threads)
     lines = []
     for pattern, layout in dict.fromkeys((r["pattern"], r["layout"]) for r in rows):
@@ -134,13 +134,13 @@ def layouts() -> str:
             pattern.replace("exactly", "binary"),
             layout,
             f"{own[0]['bits']:.2f}",
-            f"{own[0]['cycles']:.4f}",
+            f"{own[0]['seconds_in_cache'] * 1e12:.1f}",
         ]
         for count in threads:
             row = next(r for r in own if r["threads"] == count)
             line.append(f"{row['weights_per_second'] / 1e9:.0f} ({row['over_i2']:.2f}x)")
         lines.append(line)
-    note = f"{rows[0]['isa']}, {rows[0]['clock_rate'] / 1e9:.2f} GHz, one thread in cache; "
+    note = f"{rows[0]['isa']}; "
     return markdown(head, lines, rows[0], "python benchmarks/layouts.py", note)
 
 

@@ -32,14 +32,14 @@ struct Roofline {
       : pool(checked(threads, max_threads, "threads")),
         buffer(make_read_buffer(pool, checked(bytes, std::int64_t(1) << 46, "bytes"))) {}
 
-  double measured_read_rate(int prefetch_bytes) {
+  double measured_read_rate(int streams, int prefetch_bytes) {
+    require(streams == 1 || streams == 8, "streams out of range");
     require(prefetch_bytes >= 0 && prefetch_bytes <= max_prefetch_bytes, "prefetch_bytes out of range");
-    return read_rate(choose_kernels(supported_isas()[0]).roofline, pool, *buffer, prefetch_bytes);
+    return read_rate(choose_kernels(supported_isas()[0]).roofline, pool, *buffer, streams, prefetch_bytes);
   }
   double measured_int8_rate(const std::string& isa, double seconds) {
     return int8_rate(choose_kernels(isa).roofline, pool, checked(seconds, 60.0, "seconds"));
   }
-  double measured_clock_rate(double seconds) { return clock_rate(pool, checked(seconds, 60.0, "seconds")); }
 };
 
 }  // namespace
@@ -131,10 +131,8 @@ NB_MODULE(_cpu, module) {
   bind_decoder(module);
   nb::class_<Roofline>(module, "Roofline", "What this machine can do at most: see csrc/roofline.h.")
       .def(nb::init<int, std::int64_t>(), "threads"_a, "bytes"_a, unlocked)
-      .def("read_rate", &Roofline::measured_read_rate, "prefetch_bytes"_a, unlocked,
+      .def("read_rate", &Roofline::measured_read_rate, "streams"_a, "prefetch_bytes"_a, unlocked,
            "Bytes a second of one pass over the memory.")
       .def("int8_rate", &Roofline::measured_int8_rate, "isa"_a, "seconds"_a, unlocked,
-           "Operations a second; a multiply-add is two. ValueError for an unknown isa.")
-      .def("clock_rate", &Roofline::measured_clock_rate, "seconds"_a, unlocked,
-           "Cycles a second of a thread, while all of them work.");
+           "Operations a second; a multiply-add is two. ValueError for an unknown isa.");
 }

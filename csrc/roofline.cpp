@@ -33,8 +33,6 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-constexpr int streams = 8;
-
 constexpr int generic_lanes = 256;
 
 void int8_generic(std::int64_t count) {
@@ -90,24 +88,28 @@ constexpr int sums_per_loop = 12;
   }
 
 // RooflineLoops::read with loads of the type Vector.
-#define READ(TARGET, name, Vector)                                                     \
-  TARGET void name(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) { \
-    const std::int64_t part = bytes / streams;                                         \
-    Vector sums[streams] = {};                                                         \
-    for (std::int64_t i = 0; i < part; i += 64) {                                      \
-      _Pragma("GCC unroll 8")                                                          \
-      for (int s = 0; s < streams; ++s) {                                              \
-        const std::uint8_t* at = data + s * part + i;                                  \
-        if (prefetch_bytes) __builtin_prefetch(at + prefetch_bytes);                   \
-        _Pragma("GCC unroll 4")                                                        \
-        for (unsigned j = 0; j < 64; j += sizeof(Vector)) {                            \
-          Vector loaded;                                                               \
-          std::memcpy(&loaded, at + j, sizeof loaded);                                 \
-          sums[s] ^= loaded;                                                           \
-        }                                                                              \
-      }                                                                                \
-    }                                                                                  \
-    KEEP(sums);                                                                        \
+#define READ(TARGET, name, Vector)                                                                  \
+  template <int STREAMS>                                                                            \
+  TARGET void name##_streams(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes) {    \
+    const std::int64_t part = bytes / STREAMS;                                                      \
+    Vector sums[STREAMS] = {};                                                                      \
+    for (std::int64_t i = 0; i < part; i += 64) {                                                   \
+      _Pragma("GCC unroll 8")                                                                       \
+      for (int s = 0; s < STREAMS; ++s) {                                                           \
+        const std::uint8_t* at = data + s * part + i;                                               \
+        if (prefetch_bytes) __builtin_prefetch(at + prefetch_bytes);                                \
+        _Pragma("GCC unroll 4")                                                                     \
+        for (unsigned j = 0; j < 64; j += sizeof(Vector)) {                                         \
+          Vector loaded;                                                                            \
+          std::memcpy(&loaded, at + j, sizeof loaded);                                              \
+          sums[s] ^= loaded;                                                                        \
+        }                                                                                           \
+      }                                                                                             \
+    }                                                                                               \
+    KEEP(sums);                                                                                     \
+  }                                                                                                 \
+  void name(const std::uint8_t* data, std::int64_t bytes, int streams, int prefetch_bytes) {        \
+    (streams > 1 ? name##_streams<8> : name##_streams<1>)(data, bytes, prefetch_bytes);             \
   }
 
 typedef std::uint64_t Words __attribute__((vector_size(16)));
@@ -220,13 +222,13 @@ std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t byte
   return buffer;
 }
 
-double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer,
+double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer, int streams,
                  int prefetch_bytes) {
   const std::int64_t pieces = buffer.size() / piece_bytes;
   const auto start = Clock::now();
   pool.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t piece = begin; piece < end; ++piece) {
-      loops.read(buffer.data() + piece * piece_bytes, piece_bytes, prefetch_bytes);
+      loops.read(buffer.data() + piece * piece_bytes, piece_bytes, streams, prefetch_bytes);
     }
   });
   return double(pieces * piece_bytes) / seconds_since(start);
@@ -234,25 +236,6 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds) {
   return rate(pool, loops.int8, loops.int8_ops, seconds);
-}
-
-double clock_rate(ThreadPool& pool, double seconds) {
-  constexpr int chain = 64;
-  const auto wait = [](std::int64_t count) {
-    std::uint64_t sum = 0, one = 1;
-    for (std::int64_t n = 0; n < count; ++n) {
-#pragma GCC unroll 64
-      for (int i = 0; i < chain; ++i) {
-#if defined(__x86_64__)
-        __asm__ volatile("add %1, %0" : "+r"(sum) : "r"(one));
-#elif defined(__aarch64__)
-        __asm__ volatile("add %0, %0, %1" : "+r"(sum) : "r"(one));
-#endif
-      }
-    }
-    keep(&sum, sizeof sum);
-  };
-  return rate(pool, wait, chain, seconds) / pool.threads();
 }
 
 }  // namespace sparse_bitnet

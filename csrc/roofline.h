@@ -14,9 +14,9 @@ namespace sparse_bitnet {
 
 // The loops of one instruction set.
 struct RooflineLoops {
-  // Reads [data, data + bytes), bytes a multiple of 1024, as eight walks through its eighths at once:
-  // memory with several banks gives more to several streams.
-  void (*read)(const std::uint8_t* data, std::int64_t bytes, int prefetch_bytes);
+  // Reads [data, data + bytes), bytes a multiple of 1024, in one walk or as eight through its eighths at once: some
+  // processors are given more in many streams, others in few (platform.h).
+  void (*read)(const std::uint8_t* data, std::int64_t bytes, int streams, int prefetch_bytes);
   // `count` rounds of multiply-adds, each of this many operations.
   void (*int8)(std::int64_t count);
   std::int64_t int8_ops;
@@ -28,10 +28,10 @@ extern const RooflineLoops roofline_generic, roofline_avx2, roofline_avxvnni, ro
 // Memory to be read: `bytes`, rounded up to whole pieces, touched by the pool's threads.
 std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes);
 
-// Bytes a second of one pass over the buffer by plain vector loads, `prefetch_bytes`, at most
+// Bytes a second of one pass over the buffer by plain vector loads in 1 stream or 8, `prefetch_bytes`, at most
 // max_prefetch_bytes, ahead of which the lines are prefetched (0: the hardware alone).
 constexpr int max_prefetch_bytes = 1 << 16;
-double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer,
+double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer, int streams,
                  int prefetch_bytes);
 
 // Operations a second, a multiply-add counting as two, of a loop that keeps everything in registers
@@ -40,8 +40,5 @@ double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer&
 //         vpmaddubsw with 16-bit additions, the most that a ternary product needs; generic whatever the
 //         compiler makes of an int32 sum of products.
 double int8_rate(const RooflineLoops& loops, ThreadPool& pool, double seconds);
-
-// Cycles a second: additions of registers, each of which waits for the one before.
-double clock_rate(ThreadPool& pool, double seconds);
 
 }  // namespace sparse_bitnet

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 READ_BYTES = 512 << 20
 """Bytes to read in the roofline's measurement: more than any cache holds."""
 
-_PREFETCH_BYTES = (0, 2048, 4096, 16384)
-"""Distances of the software prefetch that are tried; 0 leaves it to the hardware."""
+_READS = ((1, 0), (1, 512), (8, 0), (8, 2048), (8, 4096))
+"""Streams, and distances of the software prefetch, that are tried; 0 leaves it to the hardware."""
 
 _LOOP_SECONDS = 0.02
 
@@ -66,13 +66,13 @@ class RooflineMeter:
 
         self.threads = threads
         self._meter = _cpu.Roofline(threads, read_bytes)
-        self._reads: dict[int, list[float]] = {ahead: [] for ahead in _PREFETCH_BYTES}
+        self._reads: dict[tuple[int, int], list[float]] = {read: [] for read in _READS}
         self._int8: dict[str, list[float]] = {isa: [] for isa in isas}
 
     def visit(self) -> None:
-        """Measure everything once, in under a tenth of a second."""
-        for ahead, rates in self._reads.items():
-            rates.append(self._meter.read_rate(ahead))
+        """Measure everything once, in a tenth of a second or two."""
+        for read, rates in self._reads.items():
+            rates.append(self._meter.read_rate(*read))
         for isa, rates in self._int8.items():
             rates.append(self._meter.int8_rate(isa, _LOOP_SECONDS))
 
@@ -82,7 +82,7 @@ class RooflineMeter:
         return {
             "threads": self.threads,
             "isa": isa,
-            # Of the best distance.
+            # Of the best of _READS.
             "read_bytes_per_second": max(map(statistics.median, self._reads.values())),
             "int8_ops_per_second": statistics.median(self._int8[isa]),
         }
