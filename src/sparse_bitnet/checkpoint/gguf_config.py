@@ -364,7 +364,8 @@ def _rope_metadata(rope: dict[str, Any], where: str) -> dict[str, Any]:
         known |= {"factor", context, *_LLAMA3}
         numbers["factor"]
         expect("rope frequency factors", {key: rope.get(key) for key in _LLAMA3}, _LLAMA3)
-        expect(context, rope.get(context) in _LLAMA3_CONTEXTS, True)
+        if (length := rope.get(context)) not in _LLAMA3_CONTEXTS:
+            expect(context, length, f"one of {_LLAMA3_CONTEXTS}")
     elif kind not in ("default", "linear"):
         expect("rope_type", kind, "default, linear, yarn or llama3")
     expect("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)

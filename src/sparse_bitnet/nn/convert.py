@@ -47,7 +47,7 @@ def convert_(
             one, one of `GATES`, Mamba's x_proj, dt_proj and out_proj, or an encoder of images or audio
             in a language model. The config's `dense_layers` stay dense in either case.
         calibration: batches of token ids, int64 [batch, sequence]. Scores such as `wanda` measure the
-            inputs of the unconverted model on them, so that it can be pruned without training.
+            inputs of the model as it is on them, so that it can be pruned without training.
 
     Convert a transformers model as a whole: `save_pretrained` does not store the format of a part.
 
@@ -83,11 +83,11 @@ def convert_(
         if not config.keeps_dense(name) and name not in past and chosen(module, name)
     }
     if not targets:
-        raise UserError(
-            f"convert_: no linear layer to convert in {type(model).__name__}; pass filter_fn"
-        )
+        raise UserError(f"convert_: no linear layer to convert in {type(model).__name__}")
     for name, module in targets.items():
         of: Any = module
+        if "forward" in vars(module):
+            raise UserError(f"layer {name} has a forward of its own: convert before offloading")
         # Groups lie along rows, which a `Conv1D` stores as columns.
         along = -2 if _class_name(module) == _CONV1D else -1
         for weight in (of.gate_up_proj, of.down_proj) if is_fused_experts(module) else (of.weight,):
@@ -337,13 +337,12 @@ def selected(
     """Make all forwards inside the block share one selection of masks and codes.
 
     Put it around the micro-batches of one optimiser step (and their activation recomputation), around an
-    evaluation or around `generate`. Do not change weights inside: a layer whose weight changes, except
-    through `.data`, selects again in every forward. Nested use has no effect. In evaluation mode the
-    masks and flip counts of the training steps stay unchanged.
+    evaluation or around `generate`. Step the optimiser after it: a layer whose weight changes inside,
+    except through `.data`, selects again in every forward. Nested use has no effect.
 
-    When the block ends, a score's extra gradient is added and the input norms that it follows are
-    updated; `reduce` sums these over processes with other inputs. `model` may also be some of the
-    layers.
+    When the block ends, layers in training mode add a score's extra gradient (unscale those of a
+    `GradScaler` before) and update its input norms, which `reduce` sums over processes with other
+    inputs; in evaluation mode, flip counts stay, too. `model` may also be some of the layers.
     """
     every = sparse_layers(model).values() if isinstance(model, nn.Module) else model
     layers = [layer for layer in every if not layer.is_selected]
