@@ -70,6 +70,10 @@ def test_text_of_another_tokenizer_is_refused(small_run, prepared, tmp_path, cap
     shutil.rmtree(tmp_path / "start" / "final")
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         train(small_run(data=str(other), init=start.out))
+    shutil.copytree(prepared, mixed := tmp_path / "mixed")
+    shutil.copytree(other / "tokenizer", mixed / "tokenizer", dirs_exist_ok=True)
+    with pytest.raises(UserError, match="another tokenizer than that of its own tokenizer folder"):
+        train(small_run(data=str(mixed)))
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()
     train(small_run(init=start.out, steps=1, format="full-2:4"))

@@ -3,10 +3,9 @@
 
     python -m sparse_bitnet.bench.child     # the CPU engine
 
-Each engine has a process of its own, so that its memory is measured alone, its
-environment is its own, and its threads are idle while another engine is measured. A child works only
-on request. Tokens are random and the same for every engine; nothing is sampled, as in
-llama.cpp's llama-bench.
+Each engine has a process of its own, so that its memory is measured alone, its environment is its
+own, and its threads are idle while another engine is measured. A child works only on request. Tokens
+are random and the same for every engine; nothing is sampled, as in llama.cpp's llama-bench.
 """
 
 import contextlib

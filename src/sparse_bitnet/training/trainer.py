@@ -181,6 +181,7 @@ class Trainer:
                 rank=world.rank,
                 world_size=world.size,
             )
+            text.check_tokenizer(Path(config.data) / "tokenizer", "its own tokenizer folder")
             self.tokenizer = load_tokenizer(Path(config.data) / "tokenizer")
             self.build = partial(initial_model, config, self.format, text, self.tokenizer)
             # Only the first process makes the values of a model that will be split.
