@@ -159,14 +159,16 @@ class TestConvert:
         assert type(attention.out_proj) is before
 
     def test_a_layer_with_a_computed_weight_is_not_converted(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 8))
-        prune.l1_unstructured(model[0], "weight", 0.5)
+        model = nn.Sequential(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5))
         with pytest.raises(UserError, match="no linear layer to convert"):
             convert_(model, TERNARY)
 
     def test_a_bare_linear_cannot_be_replaced_in_place(self) -> None:
         with pytest.raises(UserError, match="wrap it"):
             convert_(nn.Linear(8, 8), TERNARY)
+        (offloaded := nn.Linear(8, 8)).forward = lambda x: x
+        with pytest.raises(UserError, match="layer 0 has a forward of its own"):
+            convert_(nn.Sequential(offloaded), TERNARY)
 
 
 class TestSelected:
