@@ -32,8 +32,8 @@ struct StoredMatrix {
 };
 
 // Writes the rows of `out`, a matrix of ternary weights; bytes between rows are unchanged. If its pattern is exact, the
-// stored groups must have n non-zeros. A damaged matrix gives arbitrary weights, within its bounds. If `out` is the stored bytes themselves, in a mapped
-// file, they are only checked.
+// stored groups must have n non-zeros. A damaged matrix gives arbitrary weights, within its bounds. If `out` is the
+// stored bytes themselves, in a mapped file, they are only checked.
 Loaded repack(ThreadPool& pool, const StoredMatrix& stored, const Matrix& out);
 
 struct StoredTable {

@@ -241,7 +241,7 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
   const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
   const bool is_int8 = format == WeightFormat::int8;
-  const bool fine = x.fine && is_int8;
+  const bool fine = x.fine && is_int8, few = x.tokens == 1 && reads_few_streams;
   float* sums = reinterpret_cast<float*>(dots);
   std::int32_t offset = is_int8 ? int8_offset : 1;
   std::int64_t rows = sums_apart(begin, end);
@@ -270,22 +270,21 @@ TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* gr
   } else if (matrix.in_strips() && !of_i2) {
 #if VECTOR_BYTES == 64
     const GroupSums of(matrix, x, group_sums);
-    const int streams = x.tokens > 1 ? strip_streams : memory_streams.strips;
+    const int streams = few ? few_streams.strips : strip_streams;
     in_streams(end - begin, strip_rows, streams, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
       for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {
         taken = x.tokens - t > 3 ? 4 : x.tokens - t > 1 ? 2 : 1;
         const auto add_up = taken == 4    ? lookup_strip_sums<4, strip_streams>
                             : taken == 2  ? lookup_strip_sums<2, strip_streams>
-                            : streams > 1 ? lookup_strip_sums<1, strip_streams>
-                                          : lookup_strip_sums<1, 1>;
+                            : few         ? lookup_strip_sums<1, few_streams.strips>
+                                          : lookup_strip_sums<1, strip_streams>;
         add_up(matrix, begin + r, step, count, x, of, t, sums + t * rows + r, rows);
       }
     });
 #endif
   } else if (matrix.in_strips()) {
     const GroupSums of(matrix, x, group_sums);
-    const bool few = x.tokens == 1 && reads_few_streams();
-    const int streams = x.tokens > 2 ? strips_together : few ? 1 : strip_streams;
+    const int streams = x.tokens > 2 ? strips_together : few ? few_streams.strips : strip_streams;
     in_streams(end - begin, strip_rows, streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
       each_token_group(x.tokens, [&](auto T, std::int64_t t) TARGET {
         constexpr int ahead = T > 2 ? far_ahead : strip_ahead;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Few tokens: dot products along the rows, weights decoded in registers. Included by matmul-inl.h.
 //
-// Rows that are multiplied together lie far apart, so that each is a stream of memory of its own: memory_streams says how
-// many of one token. Strips, which need the registers for themselves, are read in turns, a few lines of each.
+// Rows that are multiplied together lie far apart, so that each is a stream of memory of its own (Streams in
+// platform.h says how many). Strips, which need the registers for themselves, are read in turns, a few lines of each.
 
 constexpr int strip_streams = many_streams.strips;
 // How many bytes before their use lines are fetched: of rows, of strips for one or two tokens, of strips for more.
@@ -200,8 +200,9 @@ TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row, std
 template <WeightFormat FORMAT>
 TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const std::int8_t* const* x,
                              std::int64_t tokens, std::int32_t* dots) {
-  const bool few = tokens <= (FORMAT == WeightFormat::int8 ? 2 : 1) && reads_few_streams();  // codes and fine of one token
-  in_streams(end - begin, 1, few || tokens > 2 ? few_streams.rows : many_streams.rows, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
+  const bool few = tokens <= (FORMAT == WeightFormat::int8 ? 2 : 1) && reads_few_streams;  // codes and fine of one token
+  const int streams = few || tokens > 2 ? few_streams.rows : many_streams.rows;
+  in_streams(end - begin, 1, streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     const auto dot = count == 1                   ? dot_tokens<FORMAT, 1>
                      : count == many_streams.rows ? dot_tokens<FORMAT, many_streams.rows>
                      : few                        ? dot_tokens<FORMAT, few_streams.rows, 0>

@@ -213,7 +213,8 @@ void ThreadPool::run(std::int64_t count, std::int64_t size, std::int64_t least, 
   // Workers that are inside have a piece to finish.
   const std::uint64_t last = state.region.fetch_sub(open_bit, std::memory_order_acq_rel);
   if (last & inside_mask) {
-    spin_until(false, state.ranges[0].ahead, [&] { return (state.region.load(std::memory_order_acquire) & inside_mask) == 0; });
+    spin_until(false, state.ranges[0].ahead,
+               [&] { return (state.region.load(std::memory_order_acquire) & inside_mask) == 0; });
   }
   const std::exception_ptr thrown = std::exchange(state.thrown, nullptr);
   state.has_caller.store(false, std::memory_order_release);
