@@ -83,7 +83,7 @@ def convert_(
         if not config.keeps_dense(name) and name not in past and chosen(module, name)
     }
     if not targets:
-        raise UserError(f"convert_: no linear layer to convert in {type(model).__name__}")
+        raise UserError("convert_: no linear layer to convert: change filter_fn or dense_layers")
     for name, module in targets.items():
         of: Any = module
         if "forward" in vars(module):
