@@ -8,7 +8,7 @@ verdicts, each set of results, and throughput. All are made from result files al
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ _SPREAD = re.compile(r"([-+]?[\d.,]+(?: %)?)[ \n]((?:norm|[-+±\d\[]).*)")
 
 
 def write_report(
-    folders: Sequence[Path], document: Path, engine: Path | None = None, page: Path | None = None
+    folders: Sequence[Path], document: Path, engine: Path | None = None
 ) -> list[Results]:
     """Render sets of results and return them.
 
@@ -38,16 +38,11 @@ def write_report(
         document: Markdown file of the first page; the others go to the folder of that name without
             suffix, the figures to `figures/` beside it.
         engine: rows of `sparse-bitnet bench --out`, for table 3.
-        page: HTML file of all pages with their figures, if wanted.
 
     Raises `UserError` for a folder without results.
     """
     sets = [Results(folder) for folder in folders]
     files, drawn = markdown_report(sets, engine, document.stem)
-    if page is not None:
-        # Links between the pages have nowhere to lead in one file.
-        text = re.sub(r"\[([^\]]*)\]\([\w/.-]*\.md\)", r"\1", "\n\n".join(files.values()))
-        write_atomic(page, html_page(document.stem, text, drawn))
     files |= {f"figures/{name}.svg": figures.standalone(svg) for name, svg in drawn.items()}
     for name, text in files.items():
         path = document.parent / name
@@ -177,31 +172,6 @@ def _environment() -> Any:
         "thousands": lambda number: f"{number:,}",
     }
     return environment
-
-
-def html_page(title: str, text: str, drawn: Mapping[str, str]) -> str:
-    """Return Markdown as one HTML file with contents; `drawn` are its images, SVG by name."""
-    from markdown_it import MarkdownIt
-
-    markdown = MarkdownIt("commonmark").enable("table")
-    contents: list[tuple[str, str]] = []
-
-    def heading(self: Any, tokens: Any, place: int, *_: Any) -> str:
-        tag = tokens[place].tag
-        if tag in ("h1", "h2"):
-            contents.append((tag, tokens[place + 1].content))
-        return f'<{tag} id="section-{len(contents)}">' if tag in ("h1", "h2") else f"<{tag}>"
-
-    def image(self: Any, tokens: Any, place: int, *_: Any) -> str:
-        if (name := Path(tokens[place].attrs["src"]).stem) not in drawn:  # of somebody's notes
-            return self.image(tokens, place, *_)
-        return f'<span class="figure">{figures.prefix_ids(drawn[name], name)}</span>'
-
-    markdown.add_render_rule("heading_open", heading)
-    markdown.add_render_rule("image", image)
-    markdown.add_render_rule("text", lambda self, tokens, place, *_: cell(tokens[place].content))
-    body = Markup(markdown.render(text))
-    return render("markdown.html.j2", title=title, contents=contents, body=body)
 
 
 def cell(text: str) -> Markup:

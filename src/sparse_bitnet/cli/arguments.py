@@ -54,7 +54,7 @@ _MAY_BE_EMPTY = ("prompt", "system", "regex", "dense_layers")
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _METAVARS = {
     **dict.fromkeys(("init", "teacher"), "MODEL"),
-    **dict.fromkeys(("data", "out", "text", "document", "page", "engine"), "PATH"),
+    **dict.fromkeys(("data", "out", "text", "document", "engine"), "PATH"),
     **dict.fromkeys(("chat", "beside", "validation"), "SOURCE"),
 }
 """Values of options in help; for others the last word of the option's name, or N for a whole number."""

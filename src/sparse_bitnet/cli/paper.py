@@ -182,7 +182,6 @@ def _dry_run(
 def report(
     folders: Annotated[tuple[Path, ...], "FOLDER ..."],
     document: Path | None = None,
-    page: Path | None = None,
     engine: Path | None = None,
 ) -> None:
     """Write tables and figures of the experiments next to the paper's, and a verdict on each claim.
@@ -191,7 +190,6 @@ def report(
         folders: Folders written by `reproduce`, one page each.
         document: Markdown file of the first page. Default: report.md in the first folder. Other pages go
             to a folder of the same name (report/), figures to figures/ beside it.
-        page: HTML file with all pages. Default: report.html in the first folder, or none with --document.
         engine: File written by `bench --out` with several patterns, for table 3.
     """
     from rich.console import Console
@@ -201,11 +199,10 @@ def report(
     from sparse_bitnet_paper.statistics import judged
     from sparse_bitnet_paper.tables import table
 
-    if document is None:
-        document, page = folders[0] / "report.md", page or folders[0] / "report.html"
+    document = document or folders[0] / "report.md"
     if document.suffix != ".md":
         raise UserError(f"--document {document}: name a .md file")
-    for results in write_report(folders, document, engine, page):
+    for results in write_report(folders, document, engine):
         columns = {"claim": "short", "model": "model", "verdict": "verdict", "measured": "result"}
         lines = [
             {column: getattr(claim, name) for column, name in columns.items()}
@@ -215,8 +212,6 @@ def report(
             title = f"The paper's claims at scale {results.name}, corrected for these alone"
             table(lines, numeric=False).print(Console(), title)
     print(f"{document}: first page of the report, with links to the others")
-    if page is not None:
-        print(f"{page}: all pages in one file")
 
 
 @dataclass(kw_only=True)
