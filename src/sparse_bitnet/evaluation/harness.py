@@ -95,6 +95,7 @@ def evaluate_tasks(
                 backend="causal",
                 batch_size=batch_size,
                 mixed_precision_dtype=None if dtype == torch.float32 else dtype,
+                softmax_dtype="float32",
             )
             check_logits(model._model)
             stack.enter_context(selected(model._model))
