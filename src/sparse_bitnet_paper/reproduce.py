@@ -118,6 +118,8 @@ def score(
         raise UserError(f"{out}: no model of table 2 is trained yet; `reproduce table2` does it")
     known = {line["run"] for line in lines if line["asked"] == asked}
     new = [name for name in names if name not in known]
+    lines.sort(key=lambda line: line["asked"] == asked)  # the report shows the last line's tasks
+    write_atomic(out / DOWNSTREAM, json_lines(lines))
     for name in new:
         print(f"scoring {name}")
         row = trained.loc[name]
@@ -129,12 +131,15 @@ def score(
             precision="bf16" if row.precision == "bfloat16" else "float32",
             device=row.device,
         )
+        questions = {task: n["effective"] for task, n in scores["n-samples"].items()}
+        if lacking := sorted(questions.keys() - accuracies(scores).keys()):
+            raise UserError(f"task {lacking[0]} has no acc, the accuracy of table 1: leave it out")
         lines.append(
             {
                 "run": name,
                 "asked": asked,
                 "tasks": accuracies(scores),
-                "questions": {task: n["effective"] for task, n in scores["n-samples"].items()},
+                "questions": questions,
                 "lm_eval": scores.get("lm_eval_version"),
                 "provenance": provenance(),
             }

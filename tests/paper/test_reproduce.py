@@ -18,6 +18,7 @@ from made_up_results import read_rows
 from sparse_bitnet.checkpoint.build_model import build_model
 from sparse_bitnet.cli import paper as cli
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.evaluation import harness
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.presets import PRESETS
 from sparse_bitnet.training.config import TrainConfig
@@ -218,6 +219,7 @@ def test_table1_scores_the_trained_models_once(make_set, monkeypatch, capsys):
         calls.append((tasks, options["limit"]))
         return {"results": {"piqa": {"acc,none": 0.5}}, "n-samples": {"piqa": {"effective": 9}}}
 
+    monkeypatch.setattr(harness, "load_tasks", lambda names, folder: trained.append(names))
     monkeypatch.setattr(reproduce, "evaluate_tasks", evaluate_tasks)
     monkeypatch.setattr(cli, "train_set", lambda scale, names, **options: trained.append(names))
     results = make_set(seeds=2, names=("table2",))
@@ -226,11 +228,18 @@ def test_table1_scores_the_trained_models_once(make_set, monkeypatch, capsys):
         cli.reproduce(["table1", "--out", str(results.path), *options])
     printed = re.findall(r"(\d+) models scored", capsys.readouterr().out)
     assert printed == ["12", "0", "12"]
-    assert trained == 3 * [["table2"]]
+    assert trained == 3 * [["piqa"], ["table2"]]
     assert calls == 24 * [(["piqa"], 9)]
     assert "reproduce all table1 --scale cpu" in markdown_report([results])[0]["experiments/set.md"]
-    cli.reproduce(["table1", "--out", str(results.path), "--tasks", "copa"])
-    assert len(average_accuracies(results)) == 12  # of the newest tasks alone
+    scores = {"results": {"piqa": {"f1,none": 0.5}}, "n-samples": {"piqa": {"effective": 9}}}
+    monkeypatch.setattr(reproduce, "evaluate_tasks", lambda *given, **options: scores)
+    with pytest.raises(UserError, match="task piqa has no acc, the accuracy of table 1"):
+        cli.reproduce(["table1", "--out", str(results.path), "--tasks", "copa"])
+    monkeypatch.setattr(reproduce, "evaluate_tasks", evaluate_tasks)
+    for task in ("copa", "boolq", "copa"):  # of the newest tasks alone
+        cli.reproduce(["table1", "--out", str(results.path), "--tasks", task])
+        assert {line["asked"][0] for line in results.scores[-12:]} == {task}
+        assert len(average_accuracies(results)) == 12
     for option in (["--tasks", "piqa"], ["--include-path", "sets"], ["--limit", "9"]):
         with pytest.raises(UserError, match=f"{option[0]} .*only table1 scores tasks"):
             cli.reproduce(["table2", "--out", str(results.path), *option])

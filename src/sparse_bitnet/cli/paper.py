@@ -117,12 +117,16 @@ def reproduce(options: ReproduceConfig) -> None:
         _dry_run(scale, chosen, out, options.seeds, Console())
         return
     given = {name: getattr(options, name) for name in ("seeds", "data", "workers")}
+    tasks = options.tasks.split(",")
+    if scores:  # before hours of training
+        from sparse_bitnet.evaluation.harness import load_tasks
+
+        load_tasks(tasks, options.include_path)
     train_set(scale, chosen, out=out, console=Console(), **given)
     if scores:
         from sparse_bitnet_paper.reproduce import score
 
-        tasks, seeds = options.tasks.split(","), options.seeds or 1
-        count = score(scale, out, tasks, options.include_path, options.limit, seeds)
+        count = score(scale, out, tasks, options.include_path, options.limit, options.seeds or 1)
         print(f"{count} models scored; `sparse-bitnet report {out}` writes table 1")
 
 
