@@ -144,8 +144,8 @@ class Results:
         details = json_lines({"run": run} | each for run, each in self.details.items())
         write_atomic(self.path / DETAILS, gzip.compress(details.encode(), mtime=0))
         path = self.path / ROWS
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
-        write_atomic(path, before + json_lines([row]))
+        before = path.read_text(encoding="utf-8").rstrip("\n") if path.is_file() else ""
+        write_atomic(path, before + "\n" * bool(before) + json_lines([row]))
         self.rows = read_rows(path)
 
     @property
@@ -245,11 +245,19 @@ def read_rows(path: Path) -> pd.DataFrame:
     parts = rows.format.astype(str).str.extract(
         r"(?P<variant>(?P<weight>\w+)-(?P<pattern>[^,]*).*?)(?:,dense_layers=|$)"
     )
-    percent = (100 * rows.config.str["sparse_fraction"].astype(float)).round()
-    return rows.join(parts).assign(
-        learning_rate=rows.config.str["learning_rate"].astype(float),
-        sparse_percent=percent.where(parts.pattern != DENSE_PATTERN, 0),
-    )
+    with library_errors_as(f"{path} is damaged"):
+        percent = (100 * rows.config.str["sparse_fraction"].astype(float)).round()
+        rows = rows.join(parts).assign(
+            learning_rate=rows.config.str["learning_rate"].astype(float),
+            sparse_percent=percent.where(parts.pattern != DENSE_PATTERN, 0),
+        )
+    for column in ("loss", "perplexity", "steps", "learning_rate"):
+        for number, value in enumerate(rows[column], 1):
+            if type(value) not in (int, float) or not abs(value) < 1e300:
+                raise UserError(f"{path}:{number}: its {column} is no number: remove that line")
+    if (repeated := rows.name.duplicated()).any():
+        raise UserError(f"{path}:{repeated.argmax() + 1}: a second line of that run: remove it")
+    return rows
 
 
 def read_lines(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:

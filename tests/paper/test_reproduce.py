@@ -27,6 +27,7 @@ from sparse_bitnet_paper.claims import average_accuracies
 from sparse_bitnet_paper.record import thinned
 from sparse_bitnet_paper.report import markdown_report, write_report
 from sparse_bitnet_paper.results import CURVE_POINTS, DETAILS, Results
+from sparse_bitnet_paper.results import read_rows as frame_of
 from sparse_bitnet_paper.runs import EXPERIMENTS, plan
 from sparse_bitnet_paper.scales import Size, find_scale
 from sparse_bitnet_paper.weight_counts import pool, shares
@@ -350,6 +351,20 @@ def test_damaged_files_of_a_set_are_named(smoke, tmp_path, name, content, words)
     with pytest.raises(UserError, match=re.escape(words)):
         write_report([tmp_path / "set"], tmp_path / "a.md")
     assert not (tmp_path / "a.md").exists()
+
+
+def test_damaged_rows_are_named(smoke, tmp_path):
+    rows, path = (smoke / "results.jsonl").read_text(), tmp_path / "results.jsonl"
+    perplexity = re.search('"perplexity": [0-9.]+', rows)[0]
+    for damaged, words in (
+        (rows + rows.splitlines()[0], f"{len(rows.splitlines()) + 1}: a second line of that run"),
+        (rows.replace(perplexity, '"perplexity": "x"'), "1: its perplexity is no number"),
+        (rows.replace(perplexity, '"perplexity": null'), "1: its perplexity is no number"),
+        (re.sub('"config": {.*?}', '"config": null', rows, count=1), "1: its learning_rate is no"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=f"results.jsonl:{words}"):
+            frame_of(path)
 
 
 def test_errors_of_the_report_are_one_line(smoke, tmp_path):
