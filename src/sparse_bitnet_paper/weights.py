@@ -127,8 +127,11 @@ def count_checkpoint(
         dense = set(stored.entry["modules_to_not_convert"])
     left_out = SparseBitConfig(dense_layers=dense_layers)
     files = WeightFiles.in_folder(folder)
+    dense |= {key[:-7] for key in files.shapes if key.endswith((".gate.weight", ".router.weight"))}
     left_out.check_dense_layers([key.removesuffix(".weight") for key in files.shapes], str(folder))
     matrices: Iterable[tuple[str, Tensor]] = _block_matrices(files)
+    if stored.kind == "dense" and stored.config.get("model_type") in ("gpt2", "openai-gpt"):
+        matrices = ((name, weight.T) for name, weight in matrices)  # they hold Conv1D
     if stored.kind == "packed":
         matrices = ()
     elif stored.kind == "foreign" and not set(files.dtypes.values()) <= set(FLOATS):
