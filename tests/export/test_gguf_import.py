@@ -148,8 +148,9 @@ def test_a_file_of_an_export_comes_back_as_it_was(make_checkpoint: Any, tmp_path
     """Codes, tokens, template, end of text, and the packed model's logits."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(make_checkpoint(steps=1, hidden_size=256, intermediate_size=768), checkpoint)
-    template = "{{ messages[0]['content'] }}"
-    edit_json(checkpoint / "tokenizer_config.json", chat_template=template)
+    templates = {"default": "{{ messages[0]['content'] }}", "tool_use": "{{ tools }}"}
+    listed = [{"name": name, "template": text} for name, text in templates.items()]
+    edit_json(checkpoint / "tokenizer_config.json", chat_template=listed)
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [300, 0, 7]}')
     file = export_gguf(checkpoint, tmp_path / "out", "tq2_0", embeddings="f32")
     result = import_checkpoint(file, tmp_path / "packed", packed="i2", embeddings="float32")
@@ -159,8 +160,7 @@ def test_a_file_of_an_export_comes_back_as_it_was(make_checkpoint: Any, tmp_path
     tokenizer, stored = TextTokenizer.load(tmp_path / "packed"), load_tokenizer(checkpoint)
     assert tokenizer.encode(text) == stored(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    written = json.loads((tmp_path / "packed" / "tokenizer_config.json").read_text())
-    assert written["chat_template"] == template
+    assert load_tokenizer(tmp_path / "packed").chat_template == templates
     ends = json.loads((tmp_path / "packed" / "generation_config.json").read_text())
     assert ends["eos_token_id"] == [0, 7, 300]
     imported = reference_logits(tmp_path / "packed", TOKENS)

@@ -16,6 +16,7 @@ from sparse_bitnet.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, read_tokeniz
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.gguf_vocabulary import TokenType, add_vocabulary
+from sparse_bitnet.generation.pooling import read_pooling
 from sparse_bitnet.generation.text import TextTokenizer
 
 
@@ -181,6 +182,7 @@ def test_tokenizers_that_llama_cpp_would_read_differently_are_refused(
 def write_fields(folder: Path, **fields: Any) -> None:
     """Write the tokenizer of a GGUF file with these fields into a folder."""
     metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    metadata |= {"general.architecture": "qwen3", "qwen3.pooling_type": 1}
     write_tokenizer(metadata, folder / "model.gguf", folder)
 
 
@@ -206,7 +208,10 @@ def test_missing_metadata_has_llama_cpps_defaults(
     tmp_path: Path, fields: dict[str, Any], first: int, last: int
 ) -> None:
     ids = {} if fields["model"] == "llama" else {"bos_token_id": 1, "eos_token_id": 2}
-    write_fields(tmp_path, tokens=["<unk>", "<s>", "</s>", *"abcdef"], **fields, **ids)
+    write_fields(tmp_path, tokens=["<unk>", "<s>", "</s>", *"abcde", "<|im_end|>"], **fields, **ids)
+    ends = json.loads((tmp_path / "generation_config.json").read_text())
+    assert ends["eos_token_id"] == [2, 8]
+    assert read_pooling(tmp_path) == "mean"
     encoded = TextTokenizer.load(tmp_path).encode("a")
     assert (encoded.count(1), encoded.count(2), 3 in encoded) == (first, last, True)
 

@@ -51,7 +51,7 @@ def test_vectors_are_those_of_transformers(folder, states, pooling):
 
     engine = Engine.load(folder, threads=1, kv_cache="float32", head="stored")
     expected = [unit(rows[-1] if pooling == "lasttoken" else rows.mean(0)) for rows in states]
-    with server(engine, pooling=pooling, max_running=2) as running, running.client() as client:
+    with server(engine, pooling=pooling, prefill_slice=5) as running, running.client() as client:
         # The client asks for base64 by itself.
         answer = embed(client, TEXTS)
         assert answer.model == "scripted"

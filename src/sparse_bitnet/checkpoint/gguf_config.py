@@ -172,7 +172,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         config["head_dim"] = head
     if architecture.linear_norms:
         config[LINEAR_NORMS] = config["rms_norm_eps"]
-    if architecture.windows:
+    if architecture.windows and (values.get(_WINDOW) or not is_gemma):
         config["sliding_window"] = fields.size(_WINDOW) if values.get(_WINDOW) else None
     if not is_gemma:
         return config
@@ -181,7 +181,7 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
         pattern = all_but_every(layers, *(() if pattern is None else (fields.size(_PATTERN),)))
     if len(pattern) != layers:
         raise UserError(f"{file.path}: {prefix}{_PATTERN} has {len(pattern)} layers, not {layers}")
-    has_windows, base = bool(config["sliding_window"]), fields.optional(_LOCAL_ROPE_BASE, 10_000.0)
+    has_windows, base = "sliding_window" in config, fields.optional(_LOCAL_ROPE_BASE, 10_000.0)
     local = {"rope_type": "default", "rope_theta": base}
     return config | {
         "layer_types": [WINDOWED if has_windows and some else FULL for some in pattern],

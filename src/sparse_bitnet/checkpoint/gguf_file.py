@@ -249,7 +249,7 @@ class _Reader:
         """Read a count of items that take at least `item_bytes` each; `ValueError` if they do not fit."""
         count = self._number("Q")
         if count > _MOST_COUNT or count * item_bytes > len(self._data) - self._at:
-            raise ValueError(f"a count of {count:,}")
+            raise ValueError(f"a count of {count:,}; if it is cut off, copy or download it again")
         return count
 
     def _number(self, format: str) -> Any:
@@ -261,6 +261,6 @@ class _Reader:
     def _bytes(self, count: int) -> bytes:
         content = self._data[self._at : self._at + count]
         if len(content) != count:
-            raise ValueError("its header is cut off")
+            raise ValueError("it is cut off: copy or download it again")
         self._at += count
         return content

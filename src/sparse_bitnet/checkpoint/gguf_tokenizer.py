@@ -23,6 +23,11 @@ _WHOLE = _CONTROL, _USER_DEFINED = 3, 4
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """transformers' names of special tokens -> GGUF's."""
+ENDS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "[EOT]"),
+    *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>"),
+}
+"""Tokens at which llama.cpp ends a text by their names, whatever the metadata says."""
 
 _LONGEST = 256
 """Most characters of a token for which merges are derived; SentencePiece makes tokens of up to 16."""
@@ -136,10 +141,19 @@ def write_tokenizer(metadata: dict[str, Any], path: Path, folder: Path) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
-        config["chat_template"] = template
+    templates = {"": "chat_template.jinja", ".tool_use": "additional_chat_templates/tool_use.jinja"}
+    for suffix, name in templates.items():
+        if isinstance(template := metadata.get(f"tokenizer.chat_template{suffix}"), str):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(template, "utf-8")
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    if kind is not None:
+        named = {"1": "mean", "3": "lasttoken"}.get(str(kind), f"type {kind}")
+        (folder / "1_Pooling").mkdir()
+        write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": named})
     ids = (fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = {index for index in ids if type(index) is int and 0 <= index < len(tokens)}
+    ends |= {index for index, token in enumerate(tokens) if token in ENDS}
     write_json(folder / "tokenizer_config.json", config)
     if ends:
         write_json(folder / "generation_config.json", {"eos_token_id": sorted(ends)})

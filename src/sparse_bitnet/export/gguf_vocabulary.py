@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
-from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, GPT2, NFC, PRE_TOKENIZERS
+from sparse_bitnet.checkpoint.gguf_tokenizer import DIGIT, ENDS, GPT2, NFC, PRE_TOKENIZERS
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.model_folder import read_json, stored_ends
 from sparse_bitnet.errors import UserError, library_errors_as
@@ -81,6 +81,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     ends = stored_ends(folder)
     more = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     more = {end for end in more if 0 <= end < vocab_size} - {special["eos"]}
+    if len(more) > len(_MORE_ENDS):  # without those that readers find by their names
+        more = {end for end in more if tokens[end] not in ENDS}
     if len(more) > len(_MORE_ENDS):
         raise UserError(
             f"{folder}: {len(more) + 1} end tokens, but GGUF stores at most 3; leave 3 in the "

@@ -161,7 +161,7 @@ def llama_cpp_reader(path: Path, context_length: int) -> Iterator[Reader]:
 
 @torch.no_grad()
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    with selected(model):
+    with selected(model), library_errors_as(f"transformers cannot run {model.name_or_path}"):
         return model(input_ids=ids, use_cache=False).logits.float()
 
 

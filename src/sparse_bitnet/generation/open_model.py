@@ -309,9 +309,9 @@ def runnable_folder(checkpoint: str | Path, options: EngineOptions) -> str:
 
 
 def _packed_folder(path: Path) -> Path:
-    """Return the folder in the cache, a new one whenever the files change."""
+    """Return the folder in the cache, a new one whenever the files or the packing of them change."""
     patterns = (*HUB_FILES, *TOKENIZER_FILES, POOLING_FILES)
     files = [path] if path.is_file() else sorted({f for one in patterns for f in path.glob(one)})
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = repr((__version__, str(path.resolve()), stats)).encode()
+    key = repr((__version__, 2, str(path.resolve()), stats)).encode()
     return cache_folder() / "models" / f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"

@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling of a text's hidden states into one vector: as the files of sentence-transformers in an
-embedding model say, else the last token's, which has seen all others in a causal model."""
+"""The vector of a text, made of its hidden states: by default the last token's, which has seen all."""
 
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.errors import UserError
 
-Pooling = Literal["lasttoken", "mean", "weightedmean"]
-"""Names of sentence-transformers; "weightedmean": the n-th token counts n times."""
-
-_SWITCHES: dict[str, Pooling] = {
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-}
+Pooling = Literal["lasttoken", "mean"]
+"""Names of sentence-transformers."""
 
 
 def read_pooling(folder: str | Path) -> Pooling:
@@ -32,35 +23,10 @@ def read_pooling(folder: str | Path) -> Pooling:
     if not path.is_file():
         return "lasttoken"
     config = read_json_if_there(path)
-    on = [name for name, value in config.items() if name.startswith("pooling_") and value is True]
-    named = config.get("pooling_mode")
-    chosen: list[Any] = [named] if named else [_SWITCHES.get(name, name) for name in on]
-    if len(chosen) == 1 and chosen[0] in _SWITCHES.values():
+    switches = [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
+    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in switches]
+    chosen: list[Any] = [config["pooling_mode"]] if config.get("pooling_mode") else modes
+    if len(chosen) == 1 and chosen[0] in ("lasttoken", "mean"):
         return chosen[0]
-    what = ", ".join(map(str, chosen)) or "none"
-    raise UserError(f"{path}: pooling by {what}: supported are {', '.join(_SWITCHES.values())}")
-
-
-class PooledStates:
-    """One text's vector, computed from its hidden states as they come."""
-
-    def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
-        self._tokens = 0
-        self._weight = 0.0
-        self._sum: np.ndarray | float = 0.0
-
-    def add(self, states: np.ndarray) -> None:
-        """Add the next tokens' states, float32 [tokens, hidden_size]."""
-        places = np.arange(self._tokens, self._tokens + len(states))
-        self._tokens += len(states)
-        if self._pooling == "lasttoken":
-            self._sum, self._weight = states[-1].astype(np.float64), 1.0
-            return
-        weights = places + 1.0 if self._pooling == "weightedmean" else np.ones(len(states))
-        self._sum = self._sum + weights @ states.astype(np.float64)
-        self._weight += float(weights.sum())
-
-    def vector(self) -> np.ndarray:
-        """Return the vector, float32 [hidden_size], after at least one token."""
-        return np.asarray(self._sum / self._weight, np.float32)
+    what = ", ".join(map(str, chosen)) or "nothing"
+    raise UserError(f"{path}: pooling by {what}: supported are lasttoken, mean")

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparse_bitnet.engine.protocol import EngineSequence, WhichLogits
 from sparse_bitnet.errors import UserError
-from sparse_bitnet.generation.pooling import PooledStates, Pooling
+from sparse_bitnet.generation.pooling import Pooling
 from sparse_bitnet.generation.sampling import Sampler, check_largest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.text import GeneratedText, TextTokenizer
@@ -138,7 +138,7 @@ class Generation:
     failure: Exception | None = None
     """The exception, if the finish reason is "error"."""
     embedding: np.ndarray | None = None
-    """float32 [hidden_size], for a request with `pooling`."""
+    """float32 [hidden_size], for a request with `pooling`; of means, the sum until all are there."""
     sequence: EngineSequence | None = None
     draft: list[int] = field(default_factory=list)
     """Draft tokens, computed together with the last token of the context."""
@@ -205,11 +205,6 @@ class Generation:
         return Sampler(self.request.sampling, self.request.prompt)
 
     @cached_property
-    def _states(self) -> PooledStates:
-        assert self.request.pooling is not None
-        return PooledStates(self.request.pooling)
-
-    @cached_property
     def _stream(self) -> GeneratedText:
         request = self.request
         assert request.tokenizer is not None
@@ -232,9 +227,7 @@ class Generation:
     @property
     def _unscored(self) -> int:
         """Number of tokens at the start whose logits or states are not needed."""
-        wanted = self.request.score_from
-        if self.request.pooling not in (None, "lasttoken"):
-            return 0
+        wanted = 0 if self.request.pooling == "mean" else self.request.score_from
         return len(self.context) - 1 if wanted is None else max(wanted - 1, 0)
 
     @property
@@ -305,12 +298,14 @@ class Generation:
             return self._take_draft(results)
         if which == "all":
             self.take_prompt_logits(results)
-        elif which == "hidden":
-            self._states.add(results)
+        elif which == "hidden" and self.request.pooling == "mean":
+            means = results.sum(0, np.float64) / self.prompt_tokens
+            self.embedding = means if self.embedding is None else self.embedding + means
         if self.missing:
             return []
         if which == "hidden":
-            self.embedding = self._states.vector()
+            state = results[-1] if self.embedding is None else self.embedding
+            self.embedding = state.astype(np.float32)
             return [Output("", (), "stop")]
         return [self.take_logits(results[-1] if which == "all" else results)]
 
@@ -361,7 +356,7 @@ class Generation:
         """Close the sequence; it can be computed again from the tokens."""
         if self.scores_wanted:
             self.prompt_scores.clear()
-        self.__dict__.pop("_states", None)
+        self.embedding = None
         self.draft = []
         if self.sequence is not None:
             self.sequence.close()
