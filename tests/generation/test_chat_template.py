@@ -80,11 +80,15 @@ def test_older_files_of_a_template_are_read(folder):
     (folder / "chat_template.jinja").unlink()
     for form in (
         source,
-        [{"name": "other", "template": "x"}, {"name": "default", "template": source}],
+        [{"name": "tool_use", "template": "x"}, {"name": "default", "template": source}],
     ):
         config["chat_template"] = form
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         assert ChatTemplate.load(folder).render(CHATS[0]) == expected
+    assert ChatTemplate.load(folder).render(CHATS[0], tools=[]) == "x"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("y")
+    assert ChatTemplate.load(folder).with_tools == "y"
 
 
 def test_a_model_without_template_says_what_to_do(tmp_path):

@@ -135,7 +135,7 @@ def main(
             vocab_size=opened.engine.vocab_size,
             hidden_size=opened.engine.hidden_size,
             pooling=pooling,
-            tool_syntax=None if template is None else syntax_of(template.source),
+            tool_syntax=None if template is None else syntax_of(template.with_tools),
             grammars=opened.grammars(),
             api_key=key,
             max_tokens=config.max_tokens,

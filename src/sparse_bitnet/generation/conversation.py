@@ -25,7 +25,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises `UserError` for a template with a syntax error."""
-        self.source = source
+        self.source = self.with_tools = source
         self._special_tokens = dict(special_tokens or {})
         self._sandbox = Sandbox("template")
         reply = self._sandbox.ask(json.dumps([source, None]))
@@ -34,28 +34,32 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> "ChatTemplate":
-        """Return the template of chat_template.jinja, else the one in tokenizer_config.json.
+        """Return the template of chat_template.jinja, else of tokenizer_config.json, and its `tool_use`.
 
         Raises `UserError` when the folder has none.
         """
         folder = Path(folder)
-        path = folder / "chat_template.jinja"
-        if path.is_file():
-            with library_errors_as(f"{path} is damaged"):
-                source: Any = read_small(path).decode()
-        else:
-            source = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):
+        templates: dict[str, Any] = {}
+        names = {"default": "chat_template", "tool_use": "additional_chat_templates/tool_use"}
+        for name, file in names.items():
+            if (path := folder / f"{file}.jinja").is_file():
+                with library_errors_as(f"{path} is damaged"):
+                    templates[name] = read_small(path).decode()
+        if "default" not in templates:
+            given: Any = read_json_if_there(folder / "tokenizer_config.json").get("chat_template")
             # The older format: several templates by name.
-            entries = [entry for entry in source if isinstance(entry, dict)]
-            templates = {str(entry.get("name")): entry.get("template") for entry in entries}
-            source = templates.get("default")
+            entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+            named = {str(e.get("name")): e.get("template") for e in entries if isinstance(e, dict)}
+            templates = named | templates
+        source, tools = templates.get("default"), templates.get("tool_use")
         if not isinstance(source, str):
             raise UserError(
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json): it is not a chat model; `sparse-bitnet generate` runs it"
             )
-        return cls(source, named_tokens(folder))
+        template = cls(source, named_tokens(folder))
+        template.with_tools = tools if isinstance(tools, str) else source
+        return template
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the chat as one prompt, to be tokenised without adding special tokens.
@@ -72,7 +76,8 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, "add_generation_prompt": True}
         given |= self._special_tokens | variables | {"messages": list(messages)}
         with library_errors_as("the chat is not JSON"):
-            request = json.dumps([self.source, given])
+            source = self.source if given["tools"] is None else self.with_tools
+            request = json.dumps([source, given])
         reply = self._sandbox.ask(request)
         if "error" in reply:
             raise UserError(f"the chat template refuses this chat: {reply['error']}")
