@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from texts import contents, some_texts, write_jsonl
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
@@ -165,6 +165,22 @@ def test_unfinished_folder_with_other_settings_is_refused(
             prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=1000)
     with pytest.raises(UserError, match="shard_tokens is 1000 there, 999 here"):
         prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=999)
+    written = (out / "preparation.json").read_text()
+    leading = written.replace('"file": "', '"file": "../')
+    for damaged in ("{", "{}", written.replace('"seen": ', '"seen": -'), leading):
+        (out / "preparation.json").write_text(damaged)
+        with pytest.raises(UserError, match="json is damaged, remove "):
+            prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=1000)
+    (out / "preparation.json").write_text(written)
+    other = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))
+    other.normalizer = normalizers.Lowercase()
+    shutil.copytree(out, tmp_path / "other")
+    other.save(str(tmp_path / "other" / "tokenizer" / "tokenizer.json"))
+    with pytest.raises(UserError, match="not that of the shards; remove "):
+        prepare(source, tmp_path / "other", tokenizer=tokenizer_folder, shard_tokens=1000)
+    (out / "train-00000.bin").write_bytes(bytes(2000))
+    with pytest.raises(UserError, match=r"train-00000.bin: corrupt \(checksum"):
+        prepare(source, out, tokenizer=tokenizer_folder, shard_tokens=1000)
 
 
 def test_tokenizer_of_an_abandoned_try_is_not_used(text: Path, tmp_path: Path) -> None:

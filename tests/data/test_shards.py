@@ -83,8 +83,7 @@ def test_writer_continues_after_its_last_full_shard(
     for document in documents[:stop]:
         writer.append(document, 3)
     writer.close()
-    state = json.loads(json.dumps(writer.state))
-    writer = ShardWriter(folder, "train", token_dtype(1000), shard_tokens, state)
+    writer = ShardWriter(folder, "train", token_dtype(1000), shard_tokens, writer.state)
     for document in documents[writer.seen :]:
         writer.append(document, 3)
     written = writer.finish()

@@ -48,6 +48,10 @@ class Shard:
     crc32: str
     """Eight hexadecimal digits."""
 
+    def __post_init__(self) -> None:
+        if leads_outside(self.file):
+            raise ValueError("a shard lies outside of the folder")
+
 
 @dataclass(frozen=True, config=_NO_MORE)
 class SplitManifest:
@@ -63,8 +67,27 @@ class SplitManifest:
     def __post_init__(self) -> None:
         if self.tokens != sum(shard.tokens for shard in self.shards):
             raise ValueError("the shards' token counts do not add up to that of their split")
-        if any(leads_outside(shard.file) for shard in self.shards):
-            raise ValueError("a shard lies outside of the folder")
+
+
+@dataclass(frozen=True, config=_NO_MORE)
+class UnfinishedSplit:
+    """A split up to its last full shard: `shards.ShardWriter.state`."""
+
+    shards: tuple[Shard, ...]
+    seen: Count = 0
+    documents: Count = 0
+    text_bytes: Count = 0
+    begun: Count = 0
+
+
+@dataclass(frozen=True, config=_NO_MORE)
+class Unfinished:
+    """Content of `preparation.json`."""
+
+    settings: dict[str, Any]
+    splits: dict[str, UnfinishedSplit]
+    tokenizer_hash: str = ""
+    """Empty before the first shard, and where an earlier version wrote the file."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_NO_MORE)

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.data import chat as conversations
@@ -29,6 +30,7 @@ from sparse_bitnet.data.manifest import (
     PREPARATION,
     TOKENIZER,
     Manifest,
+    Unfinished,
     check_shards,
     token_dtype,
 )
@@ -99,24 +101,25 @@ def prepare(
     if os.path.exists(out / MANIFEST):
         manifest = Manifest.read(out)
         _check_settings(out, manifest.settings, settings)
-        for split in manifest.splits.values():
-            check_shards(out, split.shards, np.dtype(manifest.dtype))
-        (out / PREPARATION).unlink(missing_ok=True)  # a process died between its last two steps
+        _check_files(out, manifest)
+        if (out / PREPARATION).exists():  # a process died between its last two steps
+            (out / PREPARATION).unlink()
         return manifest
-    with locked_folder(out, f"{out}: another process is working there"), Progress() as display:
-        line = display.line("starting", "MB", 1e6)
+    with locked_folder(out, f"{out}: another process is working there"):
         remove_leftovers(out)
-        states = _resumed(out, settings)
-        _record(out, settings, states)
-        source.regroup(lambda size: line(size, None, label="looking for near-duplicates"))
-        if not states:
-            if loaded is None:
-                assert vocab_size is not None
-                line(0, None, label="training a tokenizer")
-                loaded = train_tokenizer(_sample(source), vocab_size)
-            with atomic_folder(out / TOKENIZER) as folder:
-                loaded.save_pretrained(folder)
-        return _tokenise(source, out, settings, states, line)
+        there = _resumed(out, settings)
+        write_atomic(out / PREPARATION, json.dumps(asdict(there), indent=2) + "\n")
+        with Progress() as display:
+            line = display.line("starting", "MB", 1e6)
+            source.regroup(lambda size: line(size, None, label="looking for near-duplicates"))
+            if not there.splits:
+                if loaded is None:
+                    assert vocab_size is not None
+                    line(0, None, label="training a tokenizer")
+                    loaded = train_tokenizer(_sample(source), vocab_size)
+                with atomic_folder(out / TOKENIZER) as folder:
+                    loaded.save_pretrained(folder)
+            return _tokenise(source, out, there, line)
 
 
 def check_options(
@@ -176,25 +179,32 @@ def _differences(name: str, there: Any, given: Any) -> Iterator[str]:
         yield "{} is {} there, {} here".format(name, *short)
 
 
-def _resumed(out: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return `ShardWriter.state` of each split of a preparation to resume; empty before its first shard.
+def _resumed(out: Path, settings: dict[str, Any]) -> Unfinished:
+    """Return the preparation to resume, or a new one where none has a full shard.
 
-    Raises `UserError` for one with other settings.
+    Raises `UserError` for one with other settings, and for damaged files.
     """
     path = out / PREPARATION
-    if not path.exists():
-        return {}
-    with library_errors_as(f"{path} is damaged, remove {out} and prepare again"):
-        there = json.loads(path.read_bytes())
-        states, other = there["splits"], there["settings"]
-    if states:
-        _check_settings(out, other, settings)
-    return states
+    if path.exists():
+        with library_errors_as(f"{path} is damaged, remove {out} and prepare again"):
+            there = TypeAdapter(Unfinished).validate_json(path.read_bytes())
+        if there.splits:
+            _check_settings(out, there.settings, settings)
+            _check_files(out, there)
+            return there
+    return Unfinished(settings, {})
 
 
-def _record(out: Path, settings: dict[str, Any], states: dict[str, dict[str, Any]]) -> None:
-    content = {"settings": settings, "splits": states}
-    write_atomic(out / PREPARATION, json.dumps(content, indent=2) + "\n")
+def _check_files(out: Path, there: Manifest | Unfinished) -> None:
+    """Raise `UserError` for another tokenizer or another shard than `there` names."""
+    tokenizer = load_tokenizer(out / TOKENIZER)
+    if there.tokenizer_hash not in ("", tokenizer_hash(tokenizer)):
+        raise UserError(
+            f"{out / TOKENIZER}: not that of the shards; remove {out} and prepare again"
+        )
+    dtype = token_dtype(vocabulary_size(tokenizer), "chat" in there.settings)
+    for split in there.splits.values():
+        check_shards(out, split.shards, dtype)
 
 
 def _sample(source: TextSource) -> Iterator[str]:
@@ -254,21 +264,17 @@ def encoder(
     return encode
 
 
-def _tokenise(
-    source: TextSource,
-    out: Path,
-    settings: dict[str, Any],
-    states: dict[str, dict[str, Any]],
-    line: Line,
-) -> Manifest:
+def _tokenise(source: TextSource, out: Path, there: Unfinished, line: Line) -> Manifest:
     """Write the missing shards and, last, the manifest."""
-    tokenizer = load_tokenizer(out / TOKENIZER)
+    tokenizer, settings = load_tokenizer(out / TOKENIZER), there.settings
+    known = there.tokenizer_hash or settings["tokenizer"].get("hash")
+    there = replace(there, tokenizer_hash=known or tokenizer_hash(tokenizer))
     vocab_size, is_chat = vocabulary_size(tokenizer), "chat" in settings
     dtype = token_dtype(vocab_size, is_chat)
     shard_tokens, first_skipped = settings["shard_tokens"], ""
     with ExitStack() as open_files:
         writers = {
-            split: ShardWriter(out, split, dtype, shard_tokens, states.get(split))
+            split: ShardWriter(out, split, dtype, shard_tokens, there.splits.get(split))
             for split in SPLITS
         }
         for writer in writers.values():
@@ -284,8 +290,8 @@ def _tokenise(
                 else:
                     writer.append(tokens, len(document.text.encode()))
             if sum(len(writer.shards) for writer in writers.values()) > shards:
-                states = {split: writer.state for split, writer in writers.items()}
-                _record(out, settings, states)
+                there = replace(there, splits={s: writer.state for s, writer in writers.items()})
+                write_atomic(out / PREPARATION, json.dumps(asdict(there), indent=2) + "\n")
             size, share = sum(each.text_bytes for each in writers.values()), batch[-1].progress
             line(size, size / share if share else None, label="tokenising")
         skipped = sum(writer.seen - writer.documents for writer in writers.values())
@@ -299,8 +305,7 @@ def _tokenise(
     manifest = Manifest(
         version=1,
         settings=settings,
-        # Takes half a second for a large vocabulary; saving does not change it.
-        tokenizer_hash=settings["tokenizer"].get("hash") or tokenizer_hash(tokenizer),
+        tokenizer_hash=there.tokenizer_hash,
         vocab_size=vocab_size,
         dtype=dtype.name,
         eos_token_id=tokenizer.eos_token_id,

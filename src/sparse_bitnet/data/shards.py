@@ -5,7 +5,6 @@ import hashlib
 import mmap
 import os
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +20,7 @@ from sparse_bitnet.data.manifest import (
     Manifest,
     Shard,
     SplitManifest,
+    UnfinishedSplit,
     check_shards,
     token_dtype,
 )
@@ -45,16 +45,14 @@ class ShardWriter:
         split: str,
         dtype: np.dtype,
         shard_tokens: int,
-        state: dict[str, Any] | None = None,
+        state: UnfinishedSplit | None = None,
     ) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shard_tokens = shard_tokens
-        state = state or {"shards": []}
-        self.shards = [Shard(**shard) for shard in state["shards"]]
-        self.seen, self.documents, self.text_bytes, self._begun = (
-            state.get(count, 0) for count in ("seen", "documents", "text_bytes", "begun")
-        )
-        self.state = state
+        self.state = state = state or UnfinishedSplit(())
+        self.shards = list(state.shards)
+        self.seen, self.documents, self.text_bytes = state.seen, state.documents, state.text_bytes
+        self._begun = state.begun
         self._open_tokens = self._crc32 = 0
         self._file: BinaryIO | None = None
         names = {shard.file for shard in self.shards}
@@ -84,13 +82,8 @@ class ShardWriter:
             self._open_tokens += part.size
             if self._open_tokens == self._shard_tokens:
                 self._close_shard()
-                self.state = {
-                    "shards": [asdict(shard) for shard in self.shards],
-                    "seen": self.seen,
-                    "documents": self.documents,
-                    "text_bytes": self.text_bytes,
-                    "begun": tokens.size - content.size,
-                }
+                counts = self.seen, self.documents, self.text_bytes, tokens.size - content.size
+                self.state = UnfinishedSplit(tuple(self.shards), *counts)
         self.seen += 1
         self.documents += 1
         self.text_bytes += text_bytes
