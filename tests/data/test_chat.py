@@ -62,6 +62,7 @@ def pieces_learnt(tokenizer: Any, template: str, row: Any) -> list[str]:
     return [learnt_text(tokenizer, part) for part in np.split(tokens, begins)]
 
 
+ALWAYS_PROMPTS = BY_PROMPTS.replace("{% if add_generation_prompt %}", "{% if 1 %}")
 WITHOUT_END = BY_MARKS.replace("}}{{ eos_token }}{% endg", "}}{% endg")
 NO_HEADERS = (
     "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}"
@@ -83,6 +84,7 @@ IN_A_MACRO = (
         (["one?", "q", "two?", "one"], IN_A_MACRO, "qone"),
         (["one?", "", "two?", "one"], IN_A_MACRO, "one"),
         (["one?", "", "two?", "one"], BY_PROMPTS, "<|endoftext|>one<|endoftext|>"),
+        (["one?", "q", "two?", "one"], ALWAYS_PROMPTS, "q<|endoftext|>one<|endoftext|>"),
     ],
 )
 def test_no_token_outside_of_the_answers_is_learnt(contents: list[str], template: str, learnt: str):

@@ -262,7 +262,7 @@ def render_calls(
 
 
 def _samples(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    tokenizer: Any, messages: list[Any], tools: list[dict[str, Any]] | None
 ) -> Iterator[tuple[str, _Spans]]:
     template = check_template(tokenizer, tools)
     calls = any(message.get("tool_calls") for message in messages)
@@ -272,7 +272,7 @@ def _samples(
 
     def text(count: int, prompts: bool = False, source: str = template) -> str:
         return tokenizer.apply_chat_template(
-            messages[:count],
+            messages[:count] or [[]],  # none: a batch of one empty chat
             tools=tools,
             chat_template=source,
             tokenize=False,
@@ -281,7 +281,7 @@ def _samples(
 
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not _GENERATION.search(template):
-        return _by_prompts(text, [turn for turn in turns if turn])  # the first has no prompt
+        return _by_prompts(text, turns, tokenizer.bos_token or "")
     marked = _MARK + _GENERATION.sub(_as_call, template)
     return _by_marks(lambda count: _unmarked(text(count, source=marked), text(count)), turns)
 
@@ -320,10 +320,14 @@ def _by_marks(
     yield text, spans[earlier:]
 
 
-def _by_prompts(text: Callable[..., str], turns: list[int]) -> Iterator[tuple[str, _Spans]]:
-    whole, spans = "", _Spans()
-    for turn in turns:
+def _by_prompts(text: Any, turns: list[int], bos: str) -> Iterator[tuple[str, _Spans]]:
+    whole, spans, tail = "", _Spans(), ""
+    with suppress(Exception):  # a prompt that is written unasked, even without messages
+        tail = text(0)[0].removeprefix(bos)
+    for turn in filter(None, turns):  # a first message has no prompt
         prompt, answered = text(turn, True), text(turn + 1)
+        if prompt.endswith(tail):
+            answered = answered.removesuffix(tail)
         if not answered.startswith(prompt):
             raise UserError(
                 f"the chat template rewrites earlier messages when message {turn + 1} follows: mark what "
