@@ -32,9 +32,11 @@ def weight_decay_factor(config: TrainConfig, step: int) -> float:
 
 
 def format_of(config: TrainConfig) -> SparseBitConfig:
-    """Return the parsed format. Raises `UserError` if both it and `sparse_fraction` say when masks
-    begin, and as `phase`."""
+    """Return the parsed format. Raises `UserError` for a `sparse_fraction` beside a dense pattern or a
+    schedule, and as `phase`."""
     format = SparseBitConfig.parse(config.format)
+    if config.sparse_fraction != 1 and format.pattern.is_dense:
+        raise UserError(f"sparse_fraction={config.sparse_fraction} needs a mask: {format} has none")
     if config.sparse_fraction != 1 and format.schedule != REGISTERED["schedule"]:
         raise UserError(
             f"sparse_fraction={config.sparse_fraction} contradicts schedule={format.schedule} of the "
