@@ -32,7 +32,9 @@ def checkpoint_folder(path, **more):
 def saved_step(run, name):
     """A checkpoint of a run that has been put together; the folder in which it was."""
     checkpoint_folder(run / "checkpoints" / name)
-    return checkpoint_folder(run / "consolidated" / name)
+    made = checkpoint_folder(run / "consolidated" / name)
+    (made / "model.safetensors").touch()
+    return made
 
 
 def test_run_folder_stands_for_its_final_model(tmp_path):

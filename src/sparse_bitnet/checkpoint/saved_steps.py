@@ -145,7 +145,8 @@ def consolidated(checkpoint: SavedStep) -> Path:
     """
     path = checkpoint.path
     made = path.parent.parent / "consolidated" / path.name
-    if (made / STATE).is_file() and (made / STATE).read_bytes() == (path / STATE).read_bytes():
+    is_whole = (made / STATE).is_file() and (made / "model.safetensors").is_file()
+    if is_whole and (made / STATE).read_bytes() == (path / STATE).read_bytes():
         return made
     if what := damage(checkpoint):
         raise UserError(f"{path}: {what}; name an older checkpoint, or continue the run")

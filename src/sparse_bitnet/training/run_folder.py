@@ -115,7 +115,7 @@ def check_inputs(run: Path, stored: Any, data: dict[str, Any]) -> None:
 def finished_result(run: Path, config: TrainConfig, data: dict[str, Any]) -> RunResult | None:
     """Return the result of a finished run, else None. Raises `UserError` if its `data` are others, or
     if it was scored on another number of tokens."""
-    if not (path := run / RESULT).is_file() or not (run / "final").is_dir():
+    if not (path := run / RESULT).is_file() or not any((run / "final").glob("*.safetensors")):
         return None
     with library_errors_as(f"{path} is damaged"):
         result = RunResult(**read_json(path))
