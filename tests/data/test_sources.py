@@ -308,12 +308,3 @@ def test_order_and_split_follow_the_path_below_the_root(tree: Path, tmp_path: Pa
 def test_a_folder_without_python_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="python-packages: no Python source files under"):
         list(python_files(tmp_path).documents())
-
-
-def test_standard_library_has_a_plausible_size() -> None:
-    source = parse_source("python-stdlib")
-    size = dict.fromkeys((TRAIN, VALIDATION), 0)
-    for document in source.documents():
-        size[document.split] += len(document.text.encode())
-    assert sum(size.values()) == source.describe()["bytes"] > 5_000_000
-    assert 0.01 < size[VALIDATION] / sum(size.values()) < 0.07

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of torch that a run makes before it begins."""
 
-import platform
-
 import pytest
 import torch
 
@@ -38,20 +36,3 @@ def test_long_runs_on_a_cpu_are_compiled(monkeypatch):
     assert not device.compiles(TrainConfig(steps=10_000), cpu, million)
     with pytest.raises(UserError, match="--compile on: no C"):
         device.compiles(TrainConfig(compile="on"), cpu, million)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep it or not")
-def test_freed_memory_is_kept_for_the_next_step():
-    import resource
-
-    def new_pages() -> int:
-        """Count page faults of ten tensors of 8 MB, made and dropped five times: 102,400 pages."""
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(5):
-            made = [torch.zeros(2**21) + 1 for _ in range(10)]
-            del made
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    device.keep_freed_memory()
-    new_pages()
-    assert new_pages() < 20_000
