@@ -64,7 +64,7 @@ class TextOptions(SamplingOptions):
         if self.grammar_file is not None:
             return Grammar.rules(_read_text("--grammar-file", self.grammar_file))
         schema = str(self.json_schema)
-        is_file = not schema.lstrip().startswith("{")
+        is_file = not schema.lstrip().startswith(("{", "[")) and schema not in ("true", "false")
         return Grammar.json_text(_read_text("--json-schema", schema) if is_file else schema)
 
 
