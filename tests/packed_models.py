@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from factories import changed_tensors, logits_of, randomise_vectors_, tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_

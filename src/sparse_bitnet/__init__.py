@@ -27,7 +27,7 @@ _PUBLIC = {
     "sparse_layers": "nn.convert",
     "selected": "nn.convert",
     "build_model": "checkpoint.build_model",
-    "save_pretrained": "checkpoint.hub",
+    "save_pretrained": "checkpoint.trained",
     "from_pretrained": "checkpoint.load",
     "register_score": "variants.registry",
     "register_quantizer": "variants.registry",

@@ -17,9 +17,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from sparse_bitnet.checkpoint.hub import read_format
 from sparse_bitnet.checkpoint.model_folder import CONFIG_FILE
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.checkpoint.trained import read_format
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.files import make_folder, write_atomic

@@ -10,8 +10,8 @@ import torch
 from factories import edit_tensors, tiny_config
 from packed_models import load_reference, reference_logits
 from sparse_bitnet.checkpoint.build_model import build_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import sparse_layers
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from factories import edit_tensors, tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model, preset_config
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, skeleton
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, sparse_layers

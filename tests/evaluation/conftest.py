@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sparse_bitnet.checkpoint.build_model import build_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.data.preparation import prepare
 from sparse_bitnet.data.sources import parse_source
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.cli import evaluate
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.data.tokenizer import train_tokenizer

@@ -11,8 +11,8 @@ import torch
 
 from factories import edit_json, tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.nn.convert import convert_, selected
 from sparse_bitnet.nn.layer import SparseBitConfig

@@ -23,8 +23,8 @@ from gguf_models import (
 from small_models import TEXT
 from sparse_bitnet.checkpoint.config_fields import LINEAR_SIZES
 from sparse_bitnet.checkpoint.gguf_file import GgufFile
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, open_checkpoint
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from factories import changed, tiny_model
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import check_folder_format, export
 from sparse_bitnet.export.export_config import ExportConfig

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from factories import tiny_model
 from packed_models import assert_close, load_reference, typical_error
 from sparse_bitnet.checkpoint.declared_rotation import PREFIX, read_rotation
-from sparse_bitnet.checkpoint.hub import from_pretrained, save_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
 from sparse_bitnet.checkpoint.packed import packed_layers
+from sparse_bitnet.checkpoint.trained import from_pretrained, save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig

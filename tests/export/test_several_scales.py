@@ -10,9 +10,9 @@ import torch
 from factories import changed, tiny_model
 from packed_models import engine_logits, typical_error
 from sparse_bitnet.checkpoint.checkpoint import Checkpoint
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export

@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 
 from factories import tiny_model, train_on_one_batch
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig

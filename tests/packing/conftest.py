@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from factories import randomise_vectors_, tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.data.tokenizer import train_tokenizer
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.nn.layer import SparseBitConfig

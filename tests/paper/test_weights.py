@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import reference
 from factories import tiny_model
 from sparse_bitnet.checkpoint.build_model import build_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.cli.paper import analyze
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export

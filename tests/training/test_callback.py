@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.nn.convert import convert_, sparse_layers
 from sparse_bitnet.nn.layer import SparseBitConfig, SparseBitLinear

@@ -19,8 +19,8 @@ from transformers import BloomConfig, BloomForCausalLM
 from factories import tiny_model
 from small_models import ENDED_TEMPLATE as TEMPLATE
 from small_models import conversation, write_conversations
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.cli import train as command
 from sparse_bitnet.cli.evaluate import main as evaluate
 from sparse_bitnet.cli.prepare import main as prepare_command

@@ -20,9 +20,9 @@ from rich.console import Console
 from small_runs import logged, losses
 
 from factories import tiny_model
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import fingerprint
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.cli.main import main
 from sparse_bitnet.cli.train import distill, next_commands
 from sparse_bitnet.data.loader import TokenLoader

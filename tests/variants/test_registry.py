@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from factories import make_layer, tiny_model, train_on_one_batch
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.open_checkpoint import open_checkpoint
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.layer_config import SparseBitConfig

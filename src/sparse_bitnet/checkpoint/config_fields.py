@@ -125,7 +125,7 @@ def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
     return config | {key: value for key, value in defaults.items() if config.get(key) is None}
 
 
-def has_linear_attention(config: dict[str, Any], where: str) -> list[bool]:
+def linear_attention_layers(config: dict[str, Any], where: str) -> list[bool]:
     """Return for each layer of a Qwen3.5 model whether it has linear attention. Raises `UserError`,
     beginning with `where`, for `layer_types` of another kind or number."""
     fields, kinds = Fields(config, f"{where}: "), config.get("layer_types")

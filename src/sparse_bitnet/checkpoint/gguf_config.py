@@ -16,8 +16,8 @@ from sparse_bitnet.checkpoint.config_fields import (
     all_but_every,
     check_experts,
     check_fields,
-    has_linear_attention,
     head_size,
+    linear_attention_layers,
     of_all_layers,
     rope_of,
     shown,
@@ -307,7 +307,7 @@ def _linear_metadata(fields: Fields, rotated: int, where: str) -> dict[str, Any]
     # llama.cpp aborts on too many pairs, and takes pairs of no section for those of position 0.
     sections = [(rotated // 2 + more) // 3 for more in (2, 1, 0)]
     values |= {_INNER: inner, _SECTIONS: [*sections, 0]}
-    return values | {_RECURRENT: has_linear_attention(fields.values, where)}
+    return values | {_RECURRENT: linear_attention_layers(fields.values, where)}
 
 
 def rope_factors(config: dict[str, Any], where: str) -> np.ndarray | None:

@@ -24,8 +24,8 @@ from sparse_bitnet.errors import UserError, os_errors_as
 from sparse_bitnet.packing.formats import QUANT_METHOD
 
 _READERS = {
-    None: ("dense", "hub.TrainedCheckpoint"),
-    "sparse_bitnet": ("trained", "hub.TrainedCheckpoint"),
+    None: ("dense", "trained.TrainedCheckpoint"),
+    "sparse_bitnet": ("trained", "trained.TrainedCheckpoint"),
     QUANT_METHOD: ("packed", "packed.PackedCheckpoint"),
     "bitnet": ("foreign", "foreign.BitnetFolder"),
     "compressed-tensors": ("foreign", "foreign.CompressedTensors"),

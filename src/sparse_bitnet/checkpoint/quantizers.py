@@ -9,10 +9,10 @@ from typing import Any
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sparse_bitnet.checkpoint.hub import read_format, was_converted
 from sparse_bitnet.checkpoint.model_folder import WITHOUT_IMPORT
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint
 from sparse_bitnet.checkpoint.packed import PackedCheckpoint, finish_model_, prepare_model_
+from sparse_bitnet.checkpoint.trained import converted_filter, read_format
 from sparse_bitnet.checkpoint.weight_files import WeightFiles
 from sparse_bitnet.nn.convert import convert_
 from sparse_bitnet.packing.formats import QUANT_METHOD
@@ -48,7 +48,7 @@ class MastersQuantizer(HfQuantizer):
         def stored() -> Iterable[str]:
             return WeightFiles(list(map(Path, files))).shapes if files else model.state_dict()
 
-        convert_(model, read_format(entry), was_converted(model, entry, stored))
+        convert_(model, read_format(entry), converted_filter(model, entry, stored))
 
 
 class PackedQuantizer(MastersQuantizer):

@@ -17,8 +17,8 @@ from sparse_bitnet.checkpoint.config_fields import (
     WINDOWED,
     Fields,
     activation_field,
-    has_linear_attention,
     head_size,
+    linear_attention_layers,
     rope_of,
     text_config_of,
     unread_setting,
@@ -239,7 +239,7 @@ def read_architecture(config: dict[str, Any], where: str) -> Architecture:
         local_rope=read_rope(config, head_dim, where, local=True),
         windows=windows_of(config, where),
         delta_net=_delta_net(fields, where) if model_type == QWEN35 else None,
-        delta_layers=tuple(has_linear_attention(config, where)) if model_type == QWEN35 else (),
+        delta_layers=tuple(linear_attention_layers(config, where)) if model_type == QWEN35 else (),
     )
 
 
@@ -256,7 +256,7 @@ def _delta_net(fields: Fields, where: str) -> DeltaNet:
         raise UserError(
             f"{where}: {net.value_heads} value heads do not fit {net.key_heads} key heads"
         )
-    if all(has_linear_attention(fields.values, where)):
+    if all(linear_attention_layers(fields.values, where)):
         raise _lacks(where, "a model without attention in any layer")
     if net.key_dim % 16 or net.value_dim % 16 or not 2 <= net.taps <= _MOST_TAPS:
         sizes = f"heads of {net.key_dim} and {net.value_dim} values and {net.taps} taps"

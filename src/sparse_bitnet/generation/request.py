@@ -142,7 +142,7 @@ class Generation:
     sequence: EngineSequence | None = None
     draft: list[int] = field(default_factory=list)
     """Draft tokens, computed together with the last token of the context."""
-    cancel_asked: bool = False
+    cancel_requested: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None

@@ -197,7 +197,7 @@ class Scheduler:
 
     def _end_unwanted(self) -> None:
         for generation in self._under_way():
-            if generation.cancel_asked:
+            if generation.cancel_requested:
                 self._end(generation, "cancelled")
 
     def _under_way(self) -> list[Generation]:

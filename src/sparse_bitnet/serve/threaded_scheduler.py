@@ -82,7 +82,7 @@ class ThreadedScheduler(Scheduler):
     def cancel(self, *generations: Generation) -> None:
         """End generations soon; does nothing to those that have ended."""
         for generation in generations:
-            generation.cancel_asked = True
+            generation.cancel_requested = True
         with self._lock:
             self._lock.notify()
 

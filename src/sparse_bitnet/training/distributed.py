@@ -237,11 +237,11 @@ def place_(
             module.to_empty(device=device, recurse=False)
     model.tie_weights()
     fully_shard(loss, mesh=mesh, mp_policy=policy)
-    _fill_(model, world, device, whole)
+    _fill_(model, device, whole)
 
 
 @torch.no_grad()
-def _fill_(model: nn.Module, world: World, device: torch.device, whole: nn.Module | None) -> None:
+def _fill_(model: nn.Module, device: torch.device, whole: nn.Module | None) -> None:
     """Copy the values of the first process's whole model to the parts in all, one tensor at a time."""
     given = {} if whole is None else _tensors(whole)
     for name, part in _tensors(model).items():

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sparse_bitnet.checkpoint.hub import first_unpackable, read_format, save_pretrained
 from sparse_bitnet.checkpoint.load import load_tokenizer
 from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, fingerprint
 from sparse_bitnet.checkpoint.saved_steps import checkpoint_path, clean_run, list_checkpoints
+from sparse_bitnet.checkpoint.trained import first_unpackable, read_format, save_pretrained
 from sparse_bitnet.data.loader import TokenLoader, Windows
 from sparse_bitnet.data.shards import TokenDataset
 from sparse_bitnet.errors import UserError, install, library_errors_as

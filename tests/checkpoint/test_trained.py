@@ -12,9 +12,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from factories import MODEL_FAMILIES, edit_json, edit_tensors, tiny_model
 from one_process import run_python
-from sparse_bitnet.checkpoint.hub import save_pretrained
 from sparse_bitnet.checkpoint.load import from_pretrained
 from sparse_bitnet.checkpoint.quantizers import register
+from sparse_bitnet.checkpoint.trained import save_pretrained
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.pack_checkpoint import pack_checkpoint
 from sparse_bitnet.nn.convert import convert_, sparse_layers

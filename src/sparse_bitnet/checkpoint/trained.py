@@ -97,7 +97,7 @@ def save_pretrained(
         raise UserError("the model has adapters: merge them first, or save them with peft")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if configs[0].embeddings == "ternary" and {nn.Embedding, nn.Linear} & set(map(type, ends)):
-        raise UserError("the model has got a new embedding or head: call convert_ again")
+        raise UserError("the model has a new embedding or head: call convert_ again")
     folder = Path(folder)
     check_ours(folder, ["config.json"], "a checkpoint")
     model.config.quantization_config = quantization_config(model, configs[0])
@@ -127,7 +127,7 @@ class TrainedCheckpoint(Checkpoint):
         self.format = SparseBitConfig(weight="full", pattern=NMPattern(1, 1))
         if entry:
             self.format = read_format(entry, where=str(folder / CONFIG_FILE))
-            chosen = was_converted(model, entry, lambda: WeightFiles.in_folder(folder).shapes)
+            chosen = converted_filter(model, entry, lambda: WeightFiles.in_folder(folder).shapes)
             self.not_linear = first_unpackable(model, lambda name: not chosen(None, name))
             convert_(model, self.format, chosen)
             set_tables_(model, ternary=False)  # which are read as `others`
@@ -209,7 +209,7 @@ def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> st
     return ""
 
 
-def was_converted(
+def converted_filter(
     model: Any, entry: dict[str, Any], stored: Callable[[], Iterable[str]]
 ) -> Callable[[Any, str], bool]:
     """Return a filter for the layers that the stored model had in its format. A model of another class
