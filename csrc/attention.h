@@ -36,11 +36,11 @@ struct AttentionState {
 struct PageAttention {
   CacheType type;
   std::int64_t head_dim, rows, group;
-  std::int64_t visible;  // keys up to and with the first token's own, counted from the page's start; one
-                         // more for each next token
+  std::int64_t visible;  // keys that the first token sees, its own included, counted from the page's start;
+                         // each later token sees one more
   std::int64_t window;   // number of the last ones that a token sees
   const float* queries;  // [rows, head_dim], row = token * group + head, scaled, times log2_e
-  // Of those, with int8 and int4 only: [rows, four_dim] with a scale a row, and the sums of the rows.
+  // The queries as int8 [rows, four_dim], with a scale and a sum of codes per row; for int8 and int4 pages only.
   const std::int8_t* query_codes;
   const float* query_scales;
   const std::int32_t* query_sums;
@@ -50,9 +50,9 @@ struct PageAttention {
   AttentionState state;
 };
 
-// A head times the Hadamard matrix of each run of 2^k numbers, k as large as divides n; its own inverse. With
-// int4 queries, keys and values are multiplied so, and the output again: no product changes, but a few
-// large numbers of a head, which would take the scale from the others, become many small ones.
+// Multiplies each run of 2^k numbers of a head, 2^k the largest power of two that divides n, by a Hadamard matrix,
+// its own inverse. With an int4 cache this rotates queries, keys and values, and rotates the output back: products
+// stay the same, but outliers of a head, which would enlarge its scale, are spread over many numbers.
 inline void hadamard_head(const VectorKernels& kernels, float* head, std::int64_t n) {
   kernels.hadamard(head, nullptr, nullptr, n, n & -n);
 }

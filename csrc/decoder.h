@@ -25,9 +25,9 @@ namespace sparse_bitnet {
 enum class Logits : int { none = 0, last = 1, all = 2, hidden = 3 };
 
 struct Block {
-  // Of a block with Gated DeltaNet, `q` are the inputs of its convolution, [channels, hidden], `k` is the gate of
-  // its output, [values, hidden], `o` is [hidden, values], and there is no v. With a gate of attention q has
-  // twice as many rows: for each head the query, then the gate.
+  // In a block with Gated DeltaNet, `q` projects to the convolution's inputs, [channels, hidden], `k` to the output's
+  // gate, [values, hidden], `o` is [hidden, values], and there is no v. With gated attention, q has twice as many
+  // rows: for each head the query, then the gate.
   Matrix q, k, v, o, gate, up, down;
   // All float32. Null where the model has none.
   const float *q_bias, *k_bias, *v_bias, *o_bias;

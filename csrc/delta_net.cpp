@@ -14,10 +14,10 @@ namespace {
 constexpr float l2_epsilon = 1e-6f;
 
 // Columns of a head that are one piece of work: their part of the state, 32 KiB with 128 keys, stays in the
-// first cache for all tokens.
+// L1 cache for all tokens.
 constexpr std::int64_t rule_columns = 64;
 
-// Tokens whose inputs stay in the second cache while all rows of the gates are multiplied.
+// Tokens whose inputs stay in the L2 cache while all rows of the gates are multiplied.
 constexpr std::int64_t gate_tokens = 8;
 
 double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }

@@ -90,8 +90,8 @@ INLINE Wide to_doubles(const Floats& v) {
 }
 
 // a b + c rounded once, without an instruction for it. The product is exact in double. Rounding the sum to double
-// first changes its float only where the bits that go are one half of the last that stays, or where the float is
-// too small to be normal: those few are left to the library.
+// first changes its float only where the dropped bits are exactly half of the last one kept, or where the float is
+// subnormal: those few are left to the library.
 INLINE Floats fused_in_software(const Floats& a, const Floats& b, const Floats& c) {
   const Wide x = to_doubles(a), y = to_doubles(b), z = to_doubles(c);
   const Vector<double> low = x.low * y.low + z.low, high = x.high * y.high + z.high;

@@ -21,8 +21,8 @@ INLINE Floats round_values(const Floats& values, float inverse) {
   return larger(smaller(code, splat(7.0f)), splat(-8.0f));
 }
 
-// The scale with which the codes are closest to the values, and how much less than the values' sum of
-// squares the squared error then is.
+// The least-squares scale of the codes, and `gain`: the values' sum of squares less the squared error with
+// that scale.
 struct Fit {
   float scale, gain;
 };

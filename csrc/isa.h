@@ -62,7 +62,7 @@ struct VectorKernels {
 
   // x [n] = after * H(before * x): the normalised Hadamard matrix of each run of `block` values, a power of two
   // that divides n; row and column r, c of it: (-1)^popcount(r & c) / sqrt(block). before, after [n]: +1 or
-  // -1, or null for ones. Sums of values 1, 2, 4 ... apart, in this order: every instruction set returns the same bits.
+  // -1, or null for ones. Butterflies of strides 1, 2, 4, ... in this order: the same bits on every instruction set.
   void (*hadamard)(float* x, const float* before, const float* after, std::int64_t n, std::int64_t block);
 
   // Attention of some rows to one page of the cache, see attention.h; then two states into one.

@@ -13,8 +13,8 @@
 //   all others: a code of 5 bits is columns j, j + 64 and j + 128 of a block of 192 in base 3: 1.67 bits.
 //
 // With group scales, of 64 weights or more, all are the last one, in strips of sixteen rows as i2 (matmul.h): byte
-// 4 i + j of a vector is row i and a column c + j, c a multiple of 4. What are eight rows above are eight vectors of
-// codes here, numbered along the blocks. Of three groups each vector v holds the columns 4v to 4v + 3, the first
+// 4 i + j of a vector is row i and a column c + j, c a multiple of 4. The eight rows above become eight vectors
+// of codes, numbered along the blocks. Of three groups each vector v holds the columns 4v to 4v + 3, the first
 // group's lowest. Each of up to two last groups has blocks of its own, where v holds the columns 12v to 12v + 11.
 //
 // Padding columns hold -1, which is 0 after adding 1, so that any activation is allowed there; if every

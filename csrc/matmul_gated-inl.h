@@ -45,7 +45,7 @@ struct Gating {
 };
 
 // MatmulKernels::multiply_gated. 16 rows of each matrix are unpacked side by side, as if they were 32 of one, and
-// stay in the first cache while all tokens meet them. Vectors gate their sums while the unit multiplies the next ones.
+// stay in the L1 cache while all tokens meet them. Vectors gate their sums while the unit multiplies the next ones.
 template <class Unit>
 TARGET static void unit_gated(const Activations& x, const Product* pair, std::int64_t begin, std::int64_t end, float* y,
                               bool streams, MatmulScratch& scratch) {

@@ -17,7 +17,7 @@ TARGET static void sum_groups(const std::int8_t* codes, std::int64_t groups, std
 // The groups of a matrix or of a tile of it and how their sums become floats, for tokens from the first on.
 struct GroupSums {
   std::int64_t group, in_row;     // columns of a group, or of a row without groups; groups of a row
-  std::int32_t offset;            // codes are so much too high
+  std::int32_t offset;            // added to every code
   const std::int32_t* code_sums;  // [tokens, parts, in_row]
   std::int64_t parts;             // codes, and fine where there is one
   const float* activation_scales;          // [tokens, in_row], or null
@@ -49,7 +49,7 @@ INLINE Floats scales_at(const Matrix& matrix, std::int64_t index) {
   return bit_cast<Floats>(__builtin_convertvector((load<Vector<std::uint16_t, VECTOR_BYTES / 2>>(from)), Words) << 16);
 }
 
-// Those of a group of rows from a multiple of the lanes on; where the matrix ends, of its last rows.
+// The scales of row_lanes rows, `row` a multiple of row_lanes; at the end of the matrix, of its last rows.
 INLINE Floats row_scales(const Matrix& matrix, std::int64_t row, std::int64_t group) {
   const std::int64_t last = (matrix.rows - 1) / row_lanes * row_lanes;
   return scales_at(matrix, scale_index(matrix, row < last ? row : last) + group * matrix.rows_of_strip());

@@ -36,7 +36,7 @@ static_assert(2 * max_few_tokens * max_rows_of_few <= max_dots / 2 && max_some_t
 constexpr std::int64_t min_streamed = std::int64_t(1) << 18;
 
 // Columns unpacked at a time, whole blocks of the format: a tile of 32 rows, and the activations of the
-// tokens that it meets, then fit into the first cache. A unit's activations only pass through it.
+// tokens that it meets, then fit into the L1 cache. A unit's activations only pass through it.
 constexpr std::int64_t max_column_block = 512, unit_column_block = 768;
 constexpr std::int64_t column_block(WeightFormat format, std::int64_t group, packed::Pattern pattern) {
   if (format == WeightFormat::b3_strips && group == 0) return 20 * b3_strips::segment_columns;
@@ -92,9 +92,9 @@ struct MatmulKernels {
   // codes [groups, group] -> sums [groups].
   void (*sum_groups)(const std::int8_t* codes, std::int64_t groups, std::int64_t group, std::int32_t* sums);
 
-  // The sums of rows [begin, end), begin the first row of a strip, end - begin at most max_rows_a_call, of few tokens
-  // max_rows_of_few, of some and ternary weights max_rows_of_some, on a unit max_unit_rows, or with `fine` half of them.
-  // They lie in `dots`: half of scratch.dots, or all of it for more than max_rows_a_call on a unit.
+  // The sums of rows [begin, end), begin the first row of a strip. Maximum of end - begin: max_rows_a_call; for few
+  // tokens max_rows_of_few; for some, with ternary weights, max_rows_of_some; on a unit max_unit_rows, or half with
+  // `fine`. The sums lie in `dots`: half of scratch.dots, or all of it for more than max_rows_a_call on a unit.
   // group_sums, where the matrix has a summed_group and no unit multiplies: sum_groups of each token's codes, then, for
   // int4, of its fine.
   PieceSums (*multiply)(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix, std::int64_t begin,

@@ -102,7 +102,7 @@ struct GroupConversion {
   TARGET __attribute__((always_inline)) void operator()() { convert(tokens_a_call); }
 };
 
-// Prefetches a block of sums [unit_side, unit_side] into the first cache, four lines a call: this block if it is only
+// Prefetches a block of sums [unit_side, unit_side] into the L1 cache, four lines a call: this block if it is only
 // stored, the next one if it is loaded first.
 struct SumsAhead {
   const std::int32_t *at = nullptr, *end = nullptr;
@@ -135,7 +135,7 @@ INLINE UnitTiles row_tiles(const std::uint8_t* tile) {
 }
 
 // The sums of a piece (PieceSums, blocks of unit_side rows) on a matrix unit. 32 rows at a time are unpacked and stay in
-// the first cache while all tokens meet them. A group's sums become floats while the group after next is multiplied.
+// the L1 cache while all tokens meet them. A group's sums become floats while the group after next is multiplied.
 template <class Unit, bool SCALED>
 TARGET static void unit_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const Activations& x,
                               bool fine, std::int32_t* all_dots, MatmulScratch& scratch) {

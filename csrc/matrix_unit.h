@@ -4,7 +4,7 @@
 //   static constexpr bool is_there
 //   begin(), end()                       around the work of a piece
 //   zero<C>(); load<I, PASSES>(from, stride); store<C>(to, stride)      a tile: 16 lines of 64 bytes; where it PASSES,
-//                                        it should leave the first cache to others
+//                                        it should leave the L1 cache to others
 //   multiply<C, A, B>()                  C += A B, signed bytes; a line of B holds four of them along the sum for each
 //                                        of 16 columns
 // Tiles 0 to 3 hold 2 x 2 sums, 4 and 5 those of A, 6 and 7 those of B: four products for four loads.

@@ -14,8 +14,8 @@ namespace sparse_bitnet {
 
 // The loops of one instruction set.
 struct RooflineLoops {
-  // Reads [data, data + bytes), bytes a multiple of 1024, in one walk or as eight through its eighths at once: some
-  // processors are given more in many streams, others in few (platform.h).
+  // Reads [data, data + bytes), bytes a multiple of 1024, as one stream, or as eight streams through its eighths:
+  // some processors read faster in many streams, others in few (platform.h).
   void (*read)(const std::uint8_t* data, std::int64_t bytes, int streams, int prefetch_bytes);
   // `count` rounds of multiply-adds, each of this many operations.
   void (*int8)(std::int64_t count);
@@ -28,8 +28,8 @@ extern const RooflineLoops roofline_generic, roofline_avx2, roofline_avxvnni, ro
 // Memory to be read: `bytes`, rounded up to whole pieces, touched by the pool's threads.
 std::unique_ptr<HugeBuffer> make_read_buffer(ThreadPool& pool, std::int64_t bytes);
 
-// Bytes a second of one pass over the buffer by plain vector loads in 1 stream or 8, `prefetch_bytes`, at most
-// max_prefetch_bytes, ahead of which the lines are prefetched (0: the hardware alone).
+// Bytes per second of one pass over the buffer, by plain vector loads in 1 stream or 8. Lines are prefetched
+// `prefetch_bytes` ahead, at most max_prefetch_bytes (0: by the hardware alone).
 constexpr int max_prefetch_bytes = 1 << 16;
 double read_rate(const RooflineLoops& loops, ThreadPool& pool, const HugeBuffer& buffer, int streams,
                  int prefetch_bytes);

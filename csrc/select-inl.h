@@ -115,8 +115,8 @@ INLINE void select_tile(const T* weight, T threshold, int n, int m, std::int8_t*
   store_bytes<M, T>(kept, mask);
 }
 
-// Copies groups of m that lie `apart` to places `to_apart` apart: from m to M elements, or back. Each copy but the last is of M and runs
-// over into the next group, which exists, or which the next copy writes.
+// Copies groups of m elements that lie `apart` to places `to_apart` apart, from m to M or back. Each copy but the
+// last has M elements: it runs over into the next group, which exists or is written by the next copy.
 template <int M, class T>
 INLINE void copy_groups(const T* from, int apart, T* to, int to_apart, int groups, int m) {
   for (int g = 0; g < groups - 1; ++g) __builtin_memcpy(to + g * to_apart, from + g * apart, M * sizeof(T));

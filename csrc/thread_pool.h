@@ -40,7 +40,7 @@ class ThreadPool {
     run(count, size, least ? least : size, call<Body>, &body);
   }
 
-  // Memory that a thread reads in one go; where it has gone, a prefetch does no harm.
+  // Memory that a thread reads in one go. It may be freed meanwhile: prefetching freed memory does no harm.
   struct Stretch {
     const std::uint8_t* begin = nullptr;
     std::int64_t bytes = 0;

@@ -29,7 +29,7 @@ static inline void store_unit_sums(Unit& unit, std::int32_t* sums, std::int64_t 
 }
 
 // M x N tiles of sums over `steps` times 64 bytes, added to those at `sums` [.., row_step] where `from_zero` is false.
-// With PASS, A and the sums bypass the first cache, which is B's. The tiles that are `held` are stored while these are
+// With PASS, A and the sums bypass the L1 cache, which is B's. The tiles that are `held` are stored while these are
 // begun, so that neither waits for the other. `work` is called after each product: what vectors do meanwhile costs
 // little.
 // The fields of a and b are read one by one: a load that spans several recent stores waits until these have left the

@@ -25,7 +25,7 @@ from sparse_bitnet.pattern import NMPattern
 
 
 class NMWeight(BitNetTrainingLinearWeight):
-    """A master weight of which products use n of every m weights along `in_features`."""
+    """Master weight whose products use only n of every m weights along `in_features`."""
 
     pattern = NMPattern(6, 8)
     """N:M pattern of all instances; a subclass sets another pattern."""

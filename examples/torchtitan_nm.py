@@ -70,8 +70,8 @@ class NMConverter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """The same tree, changed in place. Raises `UserError`, naming the layer, where the pattern does
-        not divide its width."""
+        """Change the tree in place and return it. Raises `UserError`, naming the layer, if the
+        pattern does not divide its width."""
         pattern = SparseBitConfig.parse(self.config.format).pattern
         for name, linear, parent, attribute in list(model_config.traverse(Linear.Config)):
             stays = any(fnmatch(name, glob) for glob in self.config.dense_layers)
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     from torchtitan.models.qwen3 import model_registry
 
     torch.manual_seed(0)
-    # On a CPU a block's MLP has to do: torchtitan's attention is compiled for GPUs.
+    # Train one block's MLP only, to run on a CPU: torchtitan's attention is compiled for GPUs.
     model = model_registry("debugmodel", converters=[NMConverter.Config()]).model.build()
     model.init_states()
     sparse = [name for name, module in model.named_modules() if isinstance(module, NMLinear)]

@@ -5,12 +5,12 @@
 #   HEAD=10.0.0.1 MACHINES=8 DATA=/shared/data OUT=/shared/run \
 #       examples/launch/many_machines.sh --recipe paper-tuned
 #
-# DATA and OUT lie on storage that all machines share. HEAD is one of the machines, the same for all.
+# DATA and OUT lie on storage that all machines share. HEAD is the address of one machine, the same on all.
 # MACHINES may be a range (6:8): if a machine is lost, the run then continues with fewer, on the same data,
 # as long as the number of processes divides the batch.
 set -euo pipefail
 
-: "${HEAD:?address of the machine of the rendezvous}"
+: "${HEAD:?address of the rendezvous machine}"
 : "${MACHINES:?how many machines, or a range such as 6:8}"
 : "${DATA:?folder written by sparse-bitnet prepare, shared}"
 : "${OUT:?run folder, shared}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train on all GPUs of one machine (on a machine without: on PROCESSES processes of the CPU).
+# Train on all GPUs of one machine (without GPUs: in PROCESSES processes on the CPU).
 #
 #   DATA=data OUT=run PROCESSES=8 examples/launch/one_machine.sh --recipe paper-tuned
 #
@@ -12,7 +12,7 @@ set -euo pipefail
 : "${OUT:?run folder}"
 PROCESSES="${PROCESSES:-gpu}"
 RESTARTS="${RESTARTS:-3}"
-# Without this, processes that are started again wait for addresses of those that are gone.
+# Without this, restarted processes wait for the addresses of those that died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --standalone --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \

@@ -232,8 +232,8 @@ class DenseLayersOption:
     """Option of every command that has a format or a pattern."""
 
     dense_layers: str = ""
-    """Layers to keep as ordinary linear layers: globs over their names, separated by commas, for example
-    down_proj,layers.0.*"""
+    """Layers to leave out, which stay ordinary linear layers: globs over their names, separated by
+    commas, for example down_proj,layers.0.*"""
 
     @property
     def dense_globs(self) -> tuple[str, ...]:
@@ -245,7 +245,7 @@ class DenseLayersOption:
         parsed = SparseBitConfig.parse(format)
         if self.dense_layers and parsed.dense_layers not in ((), self.dense_globs):
             raise UserError(
-                f"--dense-layers {self.dense_layers}: --format {format} names other ones"
+                f"--dense-layers {self.dense_layers}: --format {format} names other layers"
             )
         return dataclasses.replace(parsed, dense_layers=self.dense_globs or parsed.dense_layers)
 

@@ -12,7 +12,7 @@ from sparse_bitnet.errors import UserError
 
 GEMMA3, HUNYUAN, QWEN35 = "gemma3_text", "hunyuan_v1_dense", "qwen3_5_text"
 QWEN35_TYPES = (QWEN35, "qwen3_5", "prism_hadamard_qwen35")
-"""`model_type` of Qwen3.5: alone; with an image encoder, as published; that with rotated weights."""
+"""`model_type` of Qwen3.5: text alone; with an image encoder; with that and rotated weights."""
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Values in `layer_types`; the first two are keys of Gemma's `rope_parameters`, too."""
 
@@ -133,7 +133,7 @@ def linear_attention_layers(config: dict[str, Any], where: str) -> list[bool]:
     if kinds is None:
         return all_but_every(layers, fields.size("full_attention_interval", 4))
     if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {LINEAR, FULL}:
-        raise UserError(f"{where}: layer_types is not a list of {layers} times {LINEAR} or {FULL}")
+        raise UserError(f"{where}: layer_types is not {layers} entries of {LINEAR} or {FULL}")
     return [kind == LINEAR for kind in kinds]
 
 

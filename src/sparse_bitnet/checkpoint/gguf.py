@@ -42,7 +42,7 @@ _ORDER_LAYERS, _DECISIVE = 4, 64
 """Number of layers that decide the order of I2_S's codes, and the sum of n r^2 that is decisive: it is
 about 4 for unrelated numbers, and above 64 once in 10^12 cases."""
 _UNREAD = ("v.", "mm.", "mtp.")
-"""Prefixes of the tensors of an image encoder, and of layers that predict several tokens."""
+"""Prefixes of the tensors of an image encoder, and of multi-token prediction layers."""
 _LOOKED_AT = 64
 """Number of rows of a float matrix that decide whether it is ternary."""
 ROTATED = ("llama", "qwen3", "qwen35")
@@ -232,7 +232,7 @@ class GgufCheckpoint(Checkpoint):
             if (floats := ternary_of_floats(self.stored_values(name), layer)) is not None:
                 return floats
             raise UserError(
-                f"layer {layer} of {self.gguf.path} is not ternary, as its first rows are"
+                f"layer {layer} of {self.gguf.path} is not ternary, though its first rows are"
             )
         codes, scales = self.gguf.codes(stored, block)
         scales = scales.astype(np.float32) * self._factor(stored)

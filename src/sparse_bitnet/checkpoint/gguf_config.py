@@ -104,7 +104,7 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     has_norms = f"blk.0.attn_q{LINEAR_NORM}.weight" in file.tensors
     rows = [row for row in rows if row.linear_norms == has_norms]
     if not rows:
-        raise UserError(f"{file.path}: a norm in each linear of {name} is not supported")
+        raise UserError(f"{file.path}: norms before linears of {name} are not supported")
     return rows[-1 if file.metadata.get(f"{name}.{_WINDOW}") else 0]
 
 
@@ -192,8 +192,8 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> dict[str, Any]:
 
 
 def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
-    """Return the fields of config.json for linear attention, and the number of layers: blocks behind them
-    predict several tokens and are not read. Raises `UserError` for sizes that do not fit together."""
+    """Return the fields of config.json for linear attention, and its number of layers, without
+    multi-token prediction blocks. Raises `UserError` for sizes that do not fit together."""
     config: dict[str, Any] = {field: fields.size(key) for key, field in _LINEAR_SIZES.items()}
     blocks = fields.size(_LAYERS, most=MOST_LAYERS)
     predicting = fields.size(_PREDICTING, most=blocks - 1) if fields.is_set(_PREDICTING) else 0
@@ -331,7 +331,7 @@ def _architecture_for(config: dict[str, Any], where: str) -> GgufArchitecture:
     rows = [row for row in rows if row.linear_norms == bool(own)]
     if not rows or own not in (None, config.get("rms_norm_eps")):
         raise UserError(
-            f"{where}: the GGUF export does not support a norm in each linear of {model_type}"
+            f"{where}: the GGUF export does not support norms before linears of {model_type}"
         )
     for row in rows:
         ((field, value),) = row.fields.items()

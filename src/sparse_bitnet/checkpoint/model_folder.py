@@ -41,7 +41,7 @@ tags:
 {held}
 
 ```sh
-pip install "sparse-bitnet[train]"
+pip install ".[train]"  # in a clone of sparse-bitnet
 ```
 
 ```python

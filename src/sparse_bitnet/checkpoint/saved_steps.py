@@ -240,12 +240,12 @@ def read_tensors(
     *,
     no_dist: bool = True,
 ) -> "dict[str, Tensor]":
-    """Fill tensors, named as in the checkpoint, in place; only the own part of split ones. Return them.
+    """Fill tensors, named as in the checkpoint, in place, a sharded one's local shard. Return them.
 
-    Moments may be missing there, which a weight without gradients does not have.
+    Moments may be missing there: a weight without gradients has none.
 
     Args:
-        state: tensors by key; None makes those of all the parameters, whole.
+        state: tensors by key; None creates one for every parameter, unsharded.
         group: processes that read together.
         no_dist: whether this process reads alone.
 

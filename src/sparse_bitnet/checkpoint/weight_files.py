@@ -30,7 +30,7 @@ def is_qwen35(folder: Path) -> bool:
 
 def text_model_name(name: str) -> str:
     """Return the name in Qwen3.5's language model of a tensor of the published model; empty for those of
-    an image encoder and of layers that predict several tokens."""
+    an image encoder and of multi-token prediction layers."""
     name = name.replace("model.language_model.", "model.", 1)
     name = name.removeprefix("language_model.")  # in front, in MLX's folders
     return "" if name.startswith(("mtp.", "model.visual.", "vision_tower.")) else name

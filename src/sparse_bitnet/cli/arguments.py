@@ -120,7 +120,7 @@ class _Argument:
             return
         how["metavar"] = self.shown.strip("[]")
         if short:
-            parser.add_argument(short, help=f"{how['metavar']}, as in llama.cpp", **how)
+            parser.add_argument(short, help=f"Same as {how['metavar']} (llama.cpp).", **how)
         if text:  # `take` reads it
             parser.add_argument(**how, help=text.replace("%", "%%"))
 

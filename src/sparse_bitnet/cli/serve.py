@@ -47,7 +47,7 @@ class ServeConfig:
     room for 1024 tokens times this number, shared by all generations."""
 
     prefill_slice: int = 32
-    """Number of prompt tokens computed per decode step (chunked prefill); as few as a quarter
+    """Number of prompt tokens computed per decode step (chunked prefill); down to a quarter of that
     while many generations decode. Larger: new requests start sooner. Smaller: streams pause less."""
 
     max_queue: int = 128

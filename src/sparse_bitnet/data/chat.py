@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens, of which only the assistant's count in the loss: these are learnt.
+"""Conversations as tokens. Only the assistant's count in the loss; they are called learnt.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`, that the tokenizer's chat template
-turns into one text. If the template marks the assistant's words with `{% generation %}`, these are
-learnt. Otherwise the text between the prompt for an answer and the next message is. A token that is only
+turns into one text. If the template marks the assistant's words with `{% generation %}`, they are
+learnt; otherwise, the text from an answer's prompt to the next message. A token that is only
 partly the assistant's is not learnt. Plain text may lie beside conversations, and is learnt as a whole.
 A stored token is uint32: its id, and above it two flags: whether it is learnt, and whether it begins a
 conversation or a text.

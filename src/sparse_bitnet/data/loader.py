@@ -2,10 +2,9 @@
 """Batches of token windows: shuffled over the whole data set, and computed from the step alone.
 
 Prepared data is cut into windows, the sequences that a model sees. Text is one stream: windows lie
-`length` tokens apart, so that every token but the first, and a rest at the end, is predicted once. Of
-conversations, as many whole ones as fit share a window, in their order; a longer one continues in the
-next window. Positions restart with each conversation, which keeps the attention of transformers' models
-inside it.
+`length` tokens apart, so that each token but the first and a remainder at the end is predicted once. A
+window holds as many whole conversations as fit, in order; a longer one continues in the next window.
+Positions restart with each conversation, which keeps the attention of transformers' models inside it.
 
 The samples of a run are one endless stream, epoch after epoch, each with its own permutation of all
 windows. Global step t holds samples `t * batch_size` to `(t + 1) * batch_size - 1`, and rank r of w the

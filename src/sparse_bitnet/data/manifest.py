@@ -11,8 +11,8 @@ All shards of a split but the last hold the same number of tokens. Documents fol
 ended by the end token, and may continue in the next shard. Checksums are CRC-32 of the whole file. Tokens
 of conversations are uint32 with two flags above the id (`chat`), and end as their template has it.
 
-**Damage is noticed on opening.** A shard's size is always compared with the manifest; checksums are for
-data of up to 10 GB, in seconds. `prepare`, run again on a finished folder, compares those of any size.
+**Damage is noticed on opening.** Sizes of shards are always compared with the manifest, checksums only
+for data of up to 10 GB (seconds). Running `prepare` again on a finished folder compares all of them.
 """
 
 import json

@@ -29,9 +29,9 @@ class EngineOptions:
     """Number of compute threads. Default: one for each core."""
 
     weight_format: WeightFormat = "auto"
-    """Run-time format of the weights (cpu). i2: 2 bits; b3: 1.67, in another layout than the b3 of files;
-    lookup: 1.25 to 1.67. auto: the fastest on this machine, measured briefly. stored: for i2 files, which
-    are then mapped and start sooner."""
+    """Run-time format of the weights (cpu). i2: 2 bits per weight. b3: 1.67 bits, in another
+    layout than b3 files. lookup: 1.25 to 1.67. auto: the fastest here, measured briefly.
+    stored: i2 files are memory-mapped as they are, which starts sooner."""
 
     head: Literal["auto", "stored", "int8", "int4"] = "auto"
     """Run-time format of the output head (cpu). auto: int8, unless the head is ternary."""
@@ -49,7 +49,7 @@ class EngineOptions:
     """Maximum length of prompt and generated text together, in tokens. Default: the model's."""
 
     cache_tokens: int | None = None
-    """KV cache in tokens, for all sequences. Default: context length; in serve 1024 x --max-running."""
+    """KV cache size in tokens. Default: context length; in `serve` 1024 x --max-running."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():

@@ -67,7 +67,7 @@ class TransformersEngine(InferenceEngine):
         """Return float32 [tokens or 1, vocab_size], or hidden states [tokens, hidden_size]."""
         held = sequence.cache.get_seq_length() if self._has_cache else 0
         if 0 < held <= self._switch < len(sequence.tokens) + len(tokens):
-            # longrope turns the keys of longer texts otherwise.
+            # longrope uses other frequencies beyond this length, so all keys are computed again.
             sequence.cache, held = self._open(), 0
         given = sequence.tokens[held:] + tokens
         options: dict[str, Any] = {
@@ -85,7 +85,7 @@ class TransformersEngine(InferenceEngine):
     def _check_room(self, tokens: int) -> None:
         if tokens > self.free_tokens:
             raise CacheFull(
-                f"the cache has room for {self.free_tokens} tokens, {tokens} are needed"
+                f"the cache has room for {self.free_tokens} tokens, but {tokens} are needed"
             )
 
     def _open(self) -> Any:

@@ -113,11 +113,11 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     if (source / "tokenizer_config.json").is_file():
         config = read_json(source / "tokenizer_config.json")
         if config.get("tokenizer_class") == "TokenizersBackend":
-            # The name in transformers 5; older releases, which vLLM may sit on, refuse it.
+            # The name in transformers 5; older releases, which vLLM may use, refuse it.
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
             config.pop("backend", None)
         if isinstance(config.get("extra_special_tokens"), list):
-            # The older name of such a list, which releases 4 and 5 read; under this one, 4 wants a table.
+            # Releases 4 and 5 read a list under this older name; under the new, 4 wants a table.
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
         write_json(folder / "tokenizer_config.json", config)
     config = read_json_if_there(source / "generation_config.json")

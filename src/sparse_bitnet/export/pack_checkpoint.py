@@ -156,8 +156,8 @@ def _described(
             ternary[name] = scales
     if embeddings == "ternary" and not ternary:
         raise UserError(
-            f"{checkpoint.folder}: tensor {checkpoint.embeddings[0]} is not ternary with a scale for "
-            f"some {', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
+            f"{checkpoint.folder}: tensor {checkpoint.embeddings[0]} is not ternary in groups of "
+            f"{', '.join(map(str, SCALE_GROUPS))} weights; use --embeddings auto"
         )
     if embeddings == "auto":
         embeddings = "ternary" if ternary else "bf16"

@@ -18,13 +18,13 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 
 _FEW = 256
-"""Tokens that are sorted rather than divided further."""
+"""Maximum number of tokens to sort; more are first divided into bins of scores."""
 
 _BINS = 1024
-"""Bins of scores, where there are more tokens."""
+"""Number of bins."""
 
 _BLOCK = 512
-"""Probabilities are added in blocks, and singly only in the one that the draw hits."""
+"""Tokens per block of the running sum; single tokens are added only in the block that is hit."""
 
 
 class Candidates(NamedTuple):

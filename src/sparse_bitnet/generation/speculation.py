@@ -33,7 +33,7 @@ _FIRST_RATES = (0.1, 0.2, 0.3, 0.5, 0.65, 0.8)
 """Initial acceptance rate of each class; typical of source code (Python's standard library)."""
 
 _MEMORY = 0.05
-"""Share of the latest count in a rate and, times five, of the latest forward in its cost."""
+"""Moving-average weight of a new acceptance; times five, that of a newly measured forward time."""
 
 _WORTH = 1.05
 """Minimum expected speedup before a draft is used; absorbs timing noise."""

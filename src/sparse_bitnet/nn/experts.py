@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: transformers fuses their matrices into two tensors, ours are a layer each."""
+"""Mixtures of experts: splits transformers' two fused tensors into one layer per matrix."""
 
 from typing import Any
 

@@ -124,7 +124,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
             )
 
     def to_linear(self) -> nn.Linear:
-        """Return an ordinary layer that shares the parameters of this one."""
+        """Return an ordinary layer that shares the parameters of this one. Before a model without other
+        ternary layers is saved, delete its `config.quantization_config`: it would load as ternary."""
         self.check_basis()
         return _adopt_parameters(
             nn.Linear(self.in_features, self.out_features, device="meta"), self

@@ -37,10 +37,10 @@ FORMATS = ("i2", "b3", "nm-enum", "nm-sign")
 """The packed formats."""
 
 AUTO_FORMAT = "b3"
-"""The smallest format that loads within 1.5 times of i2's seconds: b3 takes 1.4 times, nm-sign 2.0 and
+"""The smallest format that loads in at most 1.5x the time of i2: b3 takes 1.4 times, nm-sign 2.0 and
 nm-enum 3.3. These are the largest ratios of processor time on one thread of an EPYC with AVX-512, for
 weights that run as i2 and as lookup: half of Qwen2.5-0.5B's blocks (179 M weights) in 6:8 and in binary
-3:4, least of 7 rounds."""
+3:4, fastest of 7 rounds."""
 
 QUANT_METHOD = "sparse_bitnet_packed"
 

@@ -4,7 +4,7 @@
 A matrix is stored as W S H and multiplies H(s x), which equals W x. H is block-diagonal: the normalised
 Hadamard matrix (-1)^popcount(r & c) / sqrt(block) for each run of `block` values. S is the diagonal of
 the signs s, one vector for each width of inputs. A row of a rotated embedding is looked up as s H(row).
-The transform is computed in float32, sums of values 1, 2, 4 ... apart in this order.
+The transform is computed in float32, as butterflies of strides 1, 2, 4, ... in this order.
 """
 
 from collections.abc import Iterable, Sequence

@@ -26,7 +26,7 @@ class ApiError(Exception):
 def invalid_body(error: ValidationError) -> ApiError:
     """Return the error for pydantic's first error, with the name of the parameter."""
     errors = error.errors(include_url=False, include_context=False)
-    # In a union, the member that got furthest was meant; an empty list counts.
+    # Of a union's errors, report the most deeply nested one; on a tie, that of an empty list.
     first = max(errors, key=lambda entry: (len(entry["loc"]), entry["type"] == "too_short"))
     kind, given = first["type"], first["input"]
     # Pydantic also names the members of unions, such as "str" and "list[...]".

@@ -274,7 +274,7 @@ class Entrance:
             if isinstance(error, UserError):
                 error = ApiError(400, str(error))
             elif isinstance(error, ClientDisconnect):
-                error = ApiError(499, "the client has gone")
+                error = ApiError(499, "the client has disconnected")
             elif not isinstance(error, ApiError):
                 _log.error("%s %s failed", scope["method"], path, exc_info=error)
                 error = ApiError(500, "internal error; the server's log has more")

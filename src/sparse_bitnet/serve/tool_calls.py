@@ -32,7 +32,7 @@ LLAMA = ToolSyntax("", "", "; ", "parameters")
 PYTHON_TAG = "<|python_tag|>"
 THOUGHT = ("<think>", "<thinking>", "[THINK]")
 END_OF_THOUGHT = ("</think>", "</thinking>", "[/THINK]")
-"""Tags around reasoning; calls inside them are only drafts."""
+"""Tags around reasoning, here a "thought"; tool calls inside it are not made."""
 _SPACE = " \t\r\n"
 """White space in JSON."""
 _HEAD = re.compile(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain attention that skips most of what a causal mask hides, for compiled training on a CPU.
 
-Steps take 29 % longer with torch's flash attention, and 8 % longer with transformers' eager one.
+Without it, steps take 29 % longer (torch's flash attention) or 8 % longer (transformers' eager one).
 """
 
 from typing import Any

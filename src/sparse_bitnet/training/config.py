@@ -148,7 +148,7 @@ class TrainConfig:
     """Recompute each block in the backward pass instead of storing its activations."""
 
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at once (all, if the head has a bias). Default: at least 512."""
+    """Tokens per chunk of logits (all, if the head has a bias). Default: by vocabulary, >= 512."""
 
     threads: int | None = None
     """Number of CPU threads. Default: all cores. Byte-identical runs need the same number."""
@@ -158,7 +158,7 @@ class TrainConfig:
 
     validation_every: int = 0
     """Steps between validations; 0: only at the end and, with a teacher, before the first step. The model
-    is scored in its final format, also while a schedule or --sparse-fraction trains another."""
+    is scored in its final format, even while a schedule or --sparse-fraction uses another."""
 
     validation_tokens: int = 131072
     """Maximum number of validation tokens to score; 0: all."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one run (sums, exchanges, errors), and how a model is placed on them: whole in a
-world of one, else split by blocks (FSDP2) over `shard` processes and replicated over the rest (HSDP).
+"""The processes of one run (sums, exchanges, errors), and how a model is placed on them: whole in one
+process, else split by rows (FSDP2) over `shard` processes and replicated over the rest (HSDP).
 
 Rendezvous, restarts and time limits are torchrun's and the process group's.
 
 Started by torchrun (or anything that sets its environment variables), the same `train` command runs as N
-processes on M machines; otherwise a run is a world of one process. The batch is split over all
-processes; the result does not depend on their number, but for dropout.
+processes on M machines; otherwise a run has one process. The batch is split over all processes; their
+number changes only dropout and the rounding of sums.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: "DeviceMesh | None" = None
-    """[replicate, shard]; None in a world of one, whose model is not split."""
+    """[replicate, shard]; None in one process, whose model is not split."""
     control_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
     """Process group that exchanges objects between the training's collectives, on the CPU."""
 
@@ -214,7 +214,7 @@ def place_(
     gathered, stay so until `reshard_` or a backward that ends a step: 2 bits per weight are cheaper to
     hold than to gather again.
 
-    In a world of one the model is on the CPU, else on the meta device; its values are then those of
+    In one process the model is on the CPU, else on the meta device; its values are then those of
     `whole`, on the CPU of the first process. Full-precision weights are sent and multiplied in
     `compute_dtype`, gradients summed in `reduce_dtype`, by default their own.
     """

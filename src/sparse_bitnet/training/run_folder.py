@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run folder belongs to one config, and to one process at a time, which stops only between steps. Its
-checkpoints hold all it takes to resume as if never stopped, with any other number of processes:
+"""The folder of a run: one config, one process at a time, stopped only between steps. From its
+checkpoints any number of processes can resume the run as if it had never stopped:
 
     sharded/          torch.distributed.checkpoint: "model/<parameter>", "exp_avg/<parameter>" and
                       "exp_avg_sq/<parameter>", float32; "mask/<layer>", the words of its last mask;
