@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random and hostile requests and models: every answer is well-formed, and the server keeps running."""
 
+import contextlib
 import json
 import os
 import socket
@@ -192,9 +193,8 @@ def test_hostile_bodies_are_error_objects(served, body):
 )
 def test_broken_http_does_not_stop_the_server(served, sent):
     running, http = served
-    with running.connect() as connection:
+    with running.connect() as connection, contextlib.suppress(ConnectionError):  # reset if unread
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
-        answer = connection.makefile("rb").read()
-    assert b" 500 " not in answer[:20]
+        assert b" 500 " not in connection.makefile("rb").read()[:20]
     assert http.get("/health").status_code == 200
