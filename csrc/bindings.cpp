@@ -51,8 +51,8 @@ NB_MODULE(_cpu, module) {
   nb::enum_<Dtype>(module, "Dtype").value("float32", Dtype::float32).value("bfloat16", Dtype::bfloat16);
   module.def("supported_isas", &supported_isas, "for_tests"_a = false,
              "Instruction sets this machine runs, best first; with those that are only for tests.");
-  module.def("change_streams", [] { reads_few_streams = !reads_few_streams; },
-             "Read memory as other processors do, for tests: see csrc/platform.h.");
+  module.def("change_vendor", [] { is_amd = !is_amd; },
+             "Compute as on processors of another vendor, for tests: see csrc/platform.h.");
   module.def("amx_refusal", &amx_refusal, "Why amx_int8 is not among them, or nothing.");
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();

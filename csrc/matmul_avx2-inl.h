@@ -33,10 +33,7 @@ INLINE Bytes look_up(const LookupTable& table, const Bytes& codes) {
 
 constexpr int tokens_together = 2;
 // vpdpbusd takes as long as ten of it keep busy; sums in 16 bits are ready at once.
-#if defined(NARROW_SUMS)
-constexpr int tile_vectors = 2, tile_tokens = 4;
-#else
-constexpr int tile_vectors = 2, tile_tokens = 6;
-#endif
-constexpr std::int64_t tile_from[weight_formats] = {4, 4, 6, 4, 4};
+constexpr bool is_narrow = !std::is_same_v<Small, Sums>;
+constexpr int tile_vectors = 2, tile_tokens = is_narrow ? 4 : 6;
+constexpr std::int64_t tile_from[weight_formats] = {is_narrow ? 8 : 4, 4, 6, 4, 4};
 constexpr int strip_tile_from = 12, strips_together = 1;

@@ -14,6 +14,7 @@ namespace avx512vbmi_matmul {
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,bmi,bmi2,fma")))
 #define VECTOR_BYTES 64
 #include "matmul_vectors-inl.h"
+constexpr int lookup_tile_from = 48;
 #include "matmul_avx512-inl.h"
 
 using LookupTable = __m512i;

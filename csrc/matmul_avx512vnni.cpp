@@ -15,6 +15,7 @@ namespace avx512vnni_matmul {
 #define HAS_SUMS
 #define VECTOR_BYTES 64
 #include "matmul_vectors-inl.h"
+constexpr int lookup_tile_from = 8;
 #include "matmul_avx512-inl.h"
 
 // Sixteen entries at a time.

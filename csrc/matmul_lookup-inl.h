@@ -118,7 +118,7 @@ TARGET static void dot_tokens(const Matrix& matrix, std::int64_t begin, std::int
   const std::int8_t* codes = Planes::shape.neighbours() ? x.quads : x.codes;
   const std::int64_t stride = Planes::shape.neighbours() ? quad_stride(x.columns) : x.stride;
   const std::int64_t apart = sums_apart(begin, end);
-  const bool few = x.tokens == 1 && reads_few_streams;
+  const bool few = x.tokens == 1 && is_amd;
   const int streams = few ? few_streams.strips : x.tokens > 1 ? 1 : strip_streams;
   in_streams(end - begin, Planes::rows, streams, streams, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     for (std::int64_t t = 0, taken; t < x.tokens; t += taken) {

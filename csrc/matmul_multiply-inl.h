@@ -236,12 +236,14 @@ template <class Unit>
 TARGET static PieceSums multiply_on(const Activations& x, const std::int32_t* group_sums, const Matrix& matrix,
                                     std::int64_t begin, std::int64_t end, std::int32_t* dots, MatmulScratch& scratch) {
   const WeightFormat format = matrix.format;
-  const bool of_i2 = format == WeightFormat::i2;
+  const bool of_i2 = format == WeightFormat::i2, is_int8 = format == WeightFormat::int8;
   const bool looks_up = format == WeightFormat::lookup && VECTOR_BYTES == 64, by_sums = format == WeightFormat::b3_strips && x.sum_tables;
   const std::int64_t strips_to = of_i2 ? strip_tile_from : looks_up ? 2 * strip_tile_from / 3 : 0;
-  const bool tiles = !by_sums && x.tokens >= (matrix.in_strips() ? strips_to : tile_from[int(format)]);
-  const bool is_int8 = format == WeightFormat::int8;
-  const bool fine = x.fine && is_int8, few = x.tokens == 1 && reads_few_streams;
+  std::int64_t tiles_from = matrix.in_strips() ? strips_to : tile_from[int(format)];
+  // An EPYC (Zen 4) shifts and masks weights while it multiplies 512 bits: there tiles pay off later.
+  if (of_i2 && VECTOR_BYTES == 64 && is_amd) tiles_from = matrix.in_strips() ? 64 : 192;
+  const bool tiles = !by_sums && x.tokens >= tiles_from;
+  const bool fine = x.fine && is_int8, few = x.tokens == 1 && is_amd;
   float* sums = reinterpret_cast<float*>(dots);
   std::int32_t offset = is_int8 ? int8_offset : 1;
   std::int64_t rows = sums_apart(begin, end);

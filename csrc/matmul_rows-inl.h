@@ -200,7 +200,7 @@ TARGET static void dot_tokens(const Matrix& matrix, const std::uint8_t* row, std
 template <WeightFormat FORMAT>
 TARGET static void dot_piece(const Matrix& matrix, std::int64_t begin, std::int64_t end, const std::int8_t* const* x,
                              std::int64_t tokens, std::int32_t* dots) {
-  const bool few = tokens <= (FORMAT == WeightFormat::int8 ? 2 : 1) && reads_few_streams;  // codes and fine of one token
+  const bool few = tokens <= (FORMAT == WeightFormat::int8 ? 2 : 1) && is_amd;  // codes and fine of one token
   const int streams = few || tokens > 2 ? few_streams.rows : many_streams.rows;
   in_streams(end - begin, 1, streams, 1, [&](std::int64_t r, std::int64_t step, int count) TARGET {
     const auto dot = count == 1                   ? dot_tokens<FORMAT, 1>

@@ -160,7 +160,7 @@ static bool system_keeps(unsigned states) {
 }
 
 constexpr unsigned authentic_amd = 0x68747541;  // the first four letters
-bool reads_few_streams = Cpuid(0, 0).b == authentic_amd;
+bool is_amd = Cpuid(0, 0).b == authentic_amd;
 
 bool cpu_has_avx2() {
   constexpr unsigned pclmul = 1u << 1, fma = 1u << 12, sse4 = 3u << 19, popcnt = 1u << 23, avx = 1u << 28,
@@ -183,7 +183,7 @@ bool cpu_has_avx512vbmi() { return cpu_has_avx512vnni() && (Cpuid(7, 0).c & 1u <
 bool cpu_has_amx_int8() { return cpu_has_avx512vbmi() && *amx_refusal() == 0; }
 
 #else
-bool reads_few_streams = false;
+bool is_amd = false;
 #endif
 
 #if defined(__aarch64__)

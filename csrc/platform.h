@@ -58,11 +58,9 @@ OpenmpParallel find_openmp();
 // How many rows or strips of weights a thread reads at once for one token, each of them a stream of memory. An Intel Xeon
 // reads a fifth to a third more from many streams with prefetches; an AMD EPYC (Zen 4) does from few without, which its own
 // prefetchers follow.
-struct Streams {
-  int rows, strips;
-};
+struct Streams { int rows, strips; };
 constexpr Streams many_streams = {8, 4}, few_streams = {4, 1};
-extern bool reads_few_streams;  // whether this processor does; tests take the other one
+extern bool is_amd;  // tests change it
 
 // Compilers with these headers, and their assemblers, know the instructions.
 #if defined(__x86_64__) && defined(__has_include)

@@ -215,11 +215,11 @@ def run(
         weights.product(y, bias) for weights, y, bias in zip(group, outputs, biases, strict=True)
     ]
     kernels.matmul(pool, x.activations, products)
-    if tokens <= 2:  # the other processors' number of streams
+    if not 2 < tokens < 24:  # what processors of another vendor do
         first = [y.copy() for y in outputs]
-        _cpu.change_streams()
+        _cpu.change_vendor()
         kernels.matmul(pool, x.activations, products)
-        _cpu.change_streams()
+        _cpu.change_vendor()
         assert all(map(np.array_equal, outputs, first))
     for weights, y in zip(group, outputs, strict=True):
         assert (y[:, weights.codes.shape[0] :].view(np.uint8) == POISON).all()
