@@ -10,7 +10,7 @@ INLINE void unpack(const std::uint8_t* from, std::int64_t bytes, std::ptrdiff_t 
   using Bytes = Vector<std::uint8_t, RUN < VECTOR_BYTES ? RUN : VECTOR_BYTES>;
   for (std::int64_t i = 0; i < bytes; i += RUN) {
     UNROLL for (std::int64_t k = 0; k < RUN; k += std::int64_t(sizeof(Bytes))) {
-      if ((i + k) % 64 == 0) __builtin_prefetch(from + i + k + ahead);
+      if ((i + k) % 64 == 0) fetch_ahead(from + i + k + ahead);
       const Bytes both = load<Bytes>(from + i + k);
       const Bytes low = both & 15, high = both >> 4;
       store(to + 2 * i + k, low + low - 15);

@@ -31,9 +31,7 @@ INLINE void multiply_codes(const std::int8_t* a, std::int64_t a_stride, const st
   }
   NO_UNROLL for (std::int64_t k = 0; k < depth; ++k) {
     const std::int8_t* line = b + k * b_stride;
-    UNROLL for (int byte = 0; byte < VECTORS * VECTOR_BYTES; byte += 64) {
-      __builtin_prefetch(line + ahead + byte);
-    }
+    UNROLL for (int byte = 0; byte < VECTORS * VECTOR_BYTES; byte += 64) fetch_ahead(line + ahead + byte);
     Ints vector[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; ++v) vector[v] = load<Ints>(line + v * VECTOR_BYTES);
     UNROLL for (int r = 0; r < ROWS; ++r) {

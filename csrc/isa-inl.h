@@ -30,6 +30,7 @@
 #include "isa.h"
 #include "matmul.h"
 #include "matrix_unit.h"
+#include "platform.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernels assume a little-endian machine"
