@@ -59,8 +59,9 @@ def check_new_file(path: Path | str) -> None:
     Raises `UserError`.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder, name a file")
+    if path.exists() and not path.is_file():  # a device, say, which would be replaced
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise UserError(f"cannot write {path}: it is {what}, name a file")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise UserError(f"cannot write {path}: its folder does not exist or is not writable")
 

@@ -67,11 +67,8 @@ def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
     rows = [
-        {
-            "question": f"some words about {word}",
-            "choices": [word, f"{word} and more", "x"],
-            "gold": 1,
-        }
+        {"question": f"some words about {word}", "choices": [word, f"{word} and more", "x"]}
+        | {"gold": 1}
         for word in WORDS
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,6 +133,7 @@ def test_rolling_log_likelihoods_are_lm_evals(models):
 def test_generated_texts_are_lm_evals(models):
     kinds = [{"until": ["e"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 5}]
     asked = requests(*[(f"some {word}", kinds[place % 2]) for place, word in enumerate(WORDS)])
+    models[0].model.generation_config.repetition_penalty = models[1].penalty = 1.3
     theirs, ours = (model.generate_until(asked, disable_tqdm=True) for model in models)
     assert ours == theirs
     assert len(set(ours)) > 1
@@ -158,14 +156,16 @@ def test_a_special_token_among_the_stop_strings_ends_the_text_as_in_lm_eval(mode
 
 def test_prompts_beyond_the_context_are_user_errors(models):
     _, ours = models
-    with pytest.raises(UserError, match="leave no room for a prompt"):
-        ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)
     with pytest.raises(UserError, match="an answer alone has more tokens"):
         ours.loglikelihood(requests(("some", " word" * 600)), disable_tqdm=True)
-    with pytest.raises(UserError, match="an answer of the task adds no token to its question"):
+    with pytest.raises(UserError, match="an answer of the task adds no token to its question 'so"):
         ours.loglikelihood(requests(("some", "")), disable_tqdm=True)
+    with pytest.raises(UserError, match="leave no room for a prompt"):
+        ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)
     with pytest.raises(UserError, match="needs --engine transformers: the CPU engine is greedy"):
         ours.generate_until(requests(("some", {"do_sample": True})), disable_tqdm=True)
+    with pytest.raises(UserError, match="sets num_beams=4, which needs --engine transformers"):
+        ours.generate_until(requests(("some", {"num_beams": 4})), disable_tqdm=True)
 
 
 def test_the_cpu_engine_scores_tasks_as_pytorch_does(packed, tasks, tmp_path, capsys):

@@ -49,8 +49,8 @@ class EvaluateConfig:
     """Folder with data sets of the paper's tasks (FOLDER/hellaswag, FOLDER/ai2_arc, FOLDER/piqa,
     FOLDER/super_glue), for use without a network, or with your own lm-eval task files (.yaml)."""
 
-    fewshot: int = 0
-    """Number of examples before each question of a task."""
+    fewshot: int | None = None
+    """Number of examples before each question of a task. Default: the task's own number."""
 
     limit: int | None = None
     """Score only the first N questions of each task. Default: all."""

@@ -7,6 +7,7 @@ truncation, the same sums. Only the order of the work differs.
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval import utils
@@ -15,6 +16,7 @@ from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normaliz
 from tqdm import tqdm
 
 from sparse_bitnet.checkpoint.load import load_tokenizer
+from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.errors import UserError, library_errors_as
 from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
@@ -23,6 +25,17 @@ from sparse_bitnet.generation.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+
+_OPTIONS = (
+    "until",
+    "max_gen_toks",
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+)
+"""Options of generation that the engine follows, or that change no greedy text."""
 
 
 class EngineLM(TemplateLM):
@@ -35,6 +48,9 @@ class EngineLM(TemplateLM):
         self.max_length = model.engine.context_length
         # lm-eval's own tokenisation and special tokens go through transformers'.
         self.tokenizer: Any = load_tokenizer(model.folder)
+        # transformers applies the model's own by default.
+        own = read_json_if_there(Path(model.folder) / "generation_config.json")
+        self.penalty = own.get("repetition_penalty") or 1.0
 
     @property
     def eot_token_id(self) -> int:
@@ -67,9 +83,10 @@ class EngineLM(TemplateLM):
         greedy. A request is texts, then the tokens of context and continuation."""
         # The rows of each text and the length of its context; equal ones are computed once.
         rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for number, (_, context, continuation) in enumerate(requests):
+        for number, (texts, context, continuation) in enumerate(requests):
             if not continuation:
-                raise UserError("an answer of the task adds no token to its question")
+                asked = repr(texts[0][-60:]) if texts else ""
+                raise UserError(f"an answer of the task adds no token to its question {asked}")
             # When both are too long the context is cut from the left.
             whole = tuple(context + continuation)[-(self.max_length + 1) :]
             split = len(whole) - len(continuation)
@@ -137,13 +154,17 @@ class EngineLM(TemplateLM):
             raise UserError(
                 "the task samples, which needs --engine transformers: the CPU engine is greedy"
             )
+        for name, value in known.items():
+            if name not in _OPTIONS and value not in (None, False, True, 0, 1):
+                raise UserError(f"the task sets {name}={value}, which needs --engine transformers")
         return GenerationRequest(
             prompt=self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id],
             max_tokens=most,
             tokenizer=self.model.tokenizer,
             stop=tuple(string for string in until if string),
+            is_start=True,
             stop_tokens=self.model.end_tokens | {self.eot_token_id},
             sampling=SamplingOptions(
-                temperature=0, repetition_penalty=known.get("repetition_penalty", 1.0)
+                temperature=0, repetition_penalty=known.get("repetition_penalty", self.penalty)
             ),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero-shot tasks through lm-eval, in this process: its tasks, its scores, its result format.
+"""Tasks through lm-eval, in this process: its tasks, its scores, its result format.
 
 lm-eval drives the model. Here the model is loaded once, its masks and codes are selected once, and
 lm-eval's errors become one line. The paper's five tasks also read data sets in a local folder, as stored
@@ -56,7 +56,7 @@ def evaluate_tasks(
     tasks: Sequence[str],
     *,
     include_path: str | Path | None = None,
-    fewshot: int = 0,
+    fewshot: int | None = None,
     limit: int | None = None,
     batch_size: int = 8,
     precision: str = "auto",
@@ -68,7 +68,7 @@ def evaluate_tasks(
     Args:
         checkpoint: run folder, checkpoint folder, or any transformers folder or hub id.
         tasks, include_path: as in `load_tasks`.
-        fewshot: number of examples before each question.
+        fewshot: number of examples before each question; None: the task's own.
         limit: score only this many questions of each task, from the first.
         batch_size: sequences per forward.
         precision, device: as in `TrainConfig`; not for an engine.
