@@ -112,13 +112,12 @@ def test_packing_at_once_writes_what_packing_masters_writes(w2a8: Path, tmp_path
 
 def test_codes_outside_a_given_pattern_are_refused(exported: Exported, tmp_path: Path) -> None:
     folder = exported("compressed-tensors-w8a8")
+    edit_json(folder / "config.json", sparse_bitnet_format="ternary-6:8,activation=none")
     dense = import_checkpoint(folder, tmp_path / "dense", pattern=NMPattern(8, 8))
-    assert dense.format.pattern.is_dense
-    for pattern, message in (
-        (NMPattern(2, 8), r"codes do not fit the pattern 2:8.*--pattern 8:8"),
-        (NMPattern(2, 5), "64 is not a multiple of 5"),
-    ):
-        assert_import_refused(folder, tmp_path / "no", message, pattern=pattern)
+    assert dense.format == SparseBitConfig(pattern=NMPattern(8, 8), activation="none")
+    no, message = tmp_path / "no", r"codes do not fit the pattern 2:8.*--pattern 8:8"
+    assert_import_refused(folder, no, message, pattern=NMPattern(2, 8))
+    assert_import_refused(folder, no, "64 is not a multiple of 5", pattern=NMPattern(2, 5))
 
 
 def hugging_face(folder: Path, entry: dict[str, str], tensors: dict[str, torch.Tensor]) -> Path:

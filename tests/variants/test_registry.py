@@ -75,6 +75,7 @@ def test_text_forms_round_trip(own: None) -> None:
         ("ternary-6:8,score=wnda", r"score='wnda' is not registered \(did you mean wanda\?\)"),
         ("ternary-6:8,score=random:sed=1", "'sed=1' is not field=value with one of: seed"),
         ("ternary-6:8,score=magnitude:x=1", "with one of: it has none"),
+        ("ternary-6:8,score=random:seed=1:seed=2", "seed is given twice; leave one out"),
         ("ternary-6:8,score=random:seed=a", "'a' is not a finite number"),
         ("ternary-6:8,score=sr-ste:strength=nan", "'nan' is not a finite number"),
         ("full-6:8,quantizer=twn", "quantizer=twn needs weight=ternary"),

@@ -8,6 +8,7 @@ They are a start for further training, not the weights the model was trained wit
 """
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,7 +80,7 @@ def import_checkpoint(
     """
     out = check_new_folder(out)
     foreign = open_checkpoint(folder, "foreign")
-    format = foreign.format if pattern is None else SparseBitConfig(pattern=pattern)
+    format = foreign.format if pattern is None else replace(foreign.format, pattern=pattern)
     for name, (_, in_features) in foreign.layers.items():
         format.pattern.check_divides(in_features, name)
     source = _Foreign(foreign, format)

@@ -224,6 +224,8 @@ def find(kind: str, text: Any) -> Variant:
         if not equals or field_name not in defaults:
             fields = ", ".join(defaults) or "it has none"
             raise UserError(f"{kind}={text}: {setting!r} is not field=value with one of: {fields}")
+        if field_name in values:
+            raise UserError(f"{kind}={text}: {field_name} is given twice; leave one out")
         values[field_name] = _read(f"{kind}={text}", defaults[field_name], value)
     changed = {k: values[k] for k in defaults if values.get(k, defaults[k]) != defaults[k]}
     return replace(entry, values=changed) if changed else entry
