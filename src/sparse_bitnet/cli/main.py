@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-bitnet VERB ...`: a table of verbs and nothing else, so that `--help` is immediate."""
 
+import errno
 import importlib
 import importlib.util
 import io
@@ -90,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
         getattr(importlib.import_module(f"sparse_bitnet.cli.{module}"), function)(rest)
+        sys.stdout.flush()
     except UserError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
@@ -101,10 +103,14 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # under torchrun, the first process speaks for all
             print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`); a second error at exit would be noise.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # A second error at exit would be noise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        if error.errno == errno.EPIPE:  # the reader of our output has gone (`| head`)
+            sys.exit(141)
+        _fail(f"cannot write the output: {error.strerror}")
 
 
 def _fail(message: str) -> NoReturn:

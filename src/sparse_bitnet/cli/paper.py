@@ -250,6 +250,9 @@ def analyze(options: AnalyzeConfig) -> None:
     for name in options.checkpoints:
         with console.status(Text(f"reading {name}")):
             weights.append(read_checkpoint(name, pattern, options.dense_globs))
+    if len({each.label for each in weights}) < len(weights):
+        pairs = zip(weights, options.checkpoints, strict=True)
+        weights = [dataclasses.replace(each, label=name) for each, name in pairs]
     summary_table(weights).print(console, "")
     write_weight_report(weights, pattern, options.out)
     print(f"{options.out}/weights.html: figures; {options.out}/weights.json: counts of every layer")

@@ -426,7 +426,7 @@ class Trainer:
         """Return the last step's row of a run killed between that step and its result."""
         path = self.run / metrics.METRICS_FILE
         for row in metrics.read_rows(path):
-            if row["step"] == self.config.steps and "loss" in row:
+            if row["step"] == self.config.steps and {"loss", "zero_fraction"} <= row.keys():
                 return row
         raise UserError(
             f"{path} lacks the row of step {self.config.steps}: restore the file, or remove "
