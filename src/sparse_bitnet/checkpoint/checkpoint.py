@@ -51,23 +51,18 @@ class StoredModel:
 
     @property
     def title(self) -> str:
-        """Name for files made from the model: the folder's, or the run's if the folder is `final`."""
-        folder = self.folder.absolute()
-        return (folder.parent if folder.name == "final" else folder).name
+        """Name for files made from the model: that of the folder, of the run, or on the hub."""
+        path = Path(self.name).absolute()
+        return (path.parent if path.name == "final" else path).name
 
     @property
     def trained_context_length(self) -> int | None:
         """The sequence length with which a checkpoint of ours was trained; None for any other."""
-        run = [self.folder.parent / "config.json"] if self.folder.name == "final" else []
-        for path, key in (
-            (self.folder / "train_config.json", "sequence_length"),
-            (self.folder / CONFIG_FILE, TRAINED_CONTEXT),
-            *((config, "sequence_length") for config in run),
-        ):
-            length = read_json_if_there(path).get(key)
-            if type(length) is int and length > 0:
-                return length
-        return None
+        runs = [self.folder / "train_config.json"]
+        runs += [self.folder.parent / "config.json"] if self.folder.name == "final" else []
+        lengths = [read_json_if_there(path).get("sequence_length") for path in runs]
+        lengths.append(read_json_if_there(self.folder / CONFIG_FILE).get(TRAINED_CONTEXT))
+        return next((each for each in lengths if type(each) is int and each > 0), None)
 
     @cached_property
     def model(self) -> "PreTrainedModel":

@@ -76,10 +76,6 @@ class Fields:
         """Return a number as `self[name]` does, or `default` if the field is missing."""
         return default if self.values.get(name) is None else self[name]
 
-    def is_set(self, name: str, default: bool = False) -> bool:
-        """Whether a field, or `default` if it is missing, is neither false nor zero."""
-        return bool(self.values.get(name, default))
-
     def size(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
         """Return a whole number from 1 to `most`; `default` replaces a missing field."""
         value = self.values.get(name)
@@ -158,10 +154,8 @@ def check_experts(settings: Mapping[str, Any], where: str) -> None:
     """Raise `UserError`, beginning with `where`, for the settings of a mixture of experts."""
     for key, value in settings.items():
         if key.endswith(("experts", "expert_count")) and type(value) is int and value > 1:
-            why = (
-                "says that it is a mixture of experts, which is not supported; llama.cpp runs GGUF"
-            )
-            raise UserError(f"{where}: {key} = {value} {why}")
+            what = "declares a mixture of experts, which is not supported"
+            raise UserError(f"{where}: {key} = {value} {what}; llama.cpp runs such GGUF files")
 
 
 def check_fields(

@@ -68,9 +68,7 @@ class ForeignFolder(Checkpoint):
                 raise UserError(
                     f"{self.folder} lacks {codes} of {list(shape)}: the files are incomplete"
                 )
-        internal = {
-            f"{layer}.{name}" for layer in self.layers for name in ("weight", *self.of_layer)
-        }
+        internal = {f"{name}.{end}" for name in self.layers for end in ("weight", *self.of_layer)}
         internal |= model.all_tied_weights_keys.keys()
         for name, sizes in self.shapes.items():
             if name not in internal and not name.endswith(_COMPUTED):
@@ -121,8 +119,8 @@ class ForeignFolder(Checkpoint):
         return self.files.read(name, part)
 
     def master(self, layer: str) -> Tensor:
-        self.codes_of(layer, None, self.layers[layer])
-        return finite(self.files.read(f"{layer}.weight"), f"{layer}.weight", self.folder)
+        weight = self.codes_of(layer, None, self.layers[layer])
+        return finite(weight, f"{layer}.weight", self.folder)
 
     def codes_of(self, layer: str, dtype: torch.dtype | None, shape: tuple[float, ...]) -> Tensor:
         """Return the stored codes of a layer. Raises `UserError` for another shape or another dtype; None
@@ -296,9 +294,7 @@ def _group_of(entry: dict[str, Any], where: str) -> int:
     given = dict.fromkeys(key for key in only if key not in _BY_DEFAULT)
     for key, value in group.items():
         is_part = key in _PARTS and isinstance(value, dict)
-        given |= (
-            {f"{key}.{name}": each for name, each in value.items()} if is_part else {key: value}
-        )
+        given |= {f"{key}.{n}": each for n, each in value.items()} if is_part else {key: value}
     check_fields(given, _READ_OF_GROUP, f"{where}: quantization_config", only)
     strategy, size = given.get("weights.strategy"), given.get("weights.group_size")
     if strategy == "group" and type(size) is int and size > 0:

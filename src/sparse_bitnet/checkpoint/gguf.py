@@ -68,9 +68,7 @@ class GgufCheckpoint(Checkpoint):
         self.shapes: dict[str, Any] = dict(self._wanted())
         self.names = {name: self.architecture.stored_name(name) for name in self.shapes}
         if not any(name.endswith("ssm_dt.bias") for name in self.gguf.tensors):  # Ollama's name
-            self.names = {
-                n: each.replace("ssm_dt.bias", "ssm_dt") for n, each in self.names.items()
-            }
+            self.names = {n: s.replace("ssm_dt.bias", "ssm_dt") for n, s in self.names.items()}
         matrices = [name for name, shape in self.shapes.items() if len(shape) == 2]
         self._check_tensors(matrices)
         gates = [n for n in matrices if n.removesuffix(".weight").endswith(GATES)]

@@ -86,7 +86,7 @@ _OF_THE_FILE = (
 """Prefixes of keys that describe a file, not what its weights mean."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
-_SHARED_SCALES = 62
+_LAYERS_OF_27B = 62
 """Layers of Gemma 27B, which alone scales scores by hidden size / heads instead of the head size."""
 
 
@@ -196,7 +196,7 @@ def _linear_config(fields: Fields, where: str) -> dict[str, Any]:
     multi-token prediction blocks. Raises `UserError` for sizes that do not fit together."""
     config: dict[str, Any] = {field: fields.size(key) for key, field in _LINEAR_SIZES.items()}
     blocks = fields.size(_LAYERS, most=MOST_LAYERS)
-    predicting = fields.size(_PREDICTING, most=blocks - 1) if fields.is_set(_PREDICTING) else 0
+    predicting = fields.size(_PREDICTING, most=blocks - 1) if fields.values.get(_PREDICTING) else 0
     heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
     config["linear_value_head_dim"] = head = config["linear_key_head_dim"]
     if fields.size(_INNER) != heads * head or heads % keys:
@@ -383,6 +383,6 @@ def _llama3_factors(theta: float, count: int, rope: dict[str, Any]) -> np.ndarra
 
 def _gemma_scores(config: dict[str, Any]) -> int:
     """Return the number whose root llama.cpp uses to scale the scores of Gemma's attention."""
-    if config["num_hidden_layers"] == _SHARED_SCALES:
+    if config["num_hidden_layers"] == _LAYERS_OF_27B:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]

@@ -7,7 +7,7 @@ the vocabulary best, and a warning says so.
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -191,7 +191,6 @@ def _byte_level(fields: dict[str, Any], where: str) -> "Tokenizer":
 
     alphabet = set(ByteLevel.alphabet())
     plain = ByteLevel(add_prefix_space=False, use_regex=False)
-
     whole = {fields.get(f"{name}_token_id") for name in _SPECIAL.values()}
     kinds = dict(enumerate(fields.get("token_type", ())))
     whole |= {index for index, kind in kinds.items() if kind in _WHOLE}
@@ -259,7 +258,7 @@ def _sentence_piece(fields: dict[str, Any], where: str) -> "Tokenizer":
     if "merges" in fields:
         merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     else:
-        merges = list(_implied_merges(vocabulary, fields["scores"]))
+        merges = _implied_merges(vocabulary, fields["scores"])
     bpe = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     before, steps = [], [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -272,9 +271,7 @@ def _sentence_piece(fields: dict[str, Any], where: str) -> "Tokenizer":
     return tokenizer
 
 
-def _implied_merges(
-    vocabulary: dict[str, int], scores: Sequence[float]
-) -> Iterator[tuple[str, str]]:
+def _implied_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the pairs that join into a token, the best score first, as SentencePiece joins them."""
     merges: list[tuple[float, tuple[str, str]]] = []
     for token, score in zip(vocabulary, scores, strict=False):
@@ -285,7 +282,7 @@ def _implied_merges(
         pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         merges += [(score, pair) for pair in pairs]
     merges.sort(key=lambda one: (one[0], len(one[1][0]), len(one[1][1])), reverse=True)
-    return (pair for _, pair in merges)
+    return [pair for _, pair in merges]
 
 
 def _around(ids: dict[str, int], first: str | None, last: str | None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _DECLARED = {
 }
 """Fields of a rotated folder's config.json -> the one value that is read."""
 _OUTER = {*_DECLARED, "modules", "components", "requires_runtime", "model_file"} - {"model_type"}
+_ENDS = ("weight", "scales", "biases")
 _QWEN35 = next(row for row in ARCHITECTURES if row.model_type == QWEN35)
 
 
@@ -75,9 +76,7 @@ class MlxFolder(ForeignFolder):
         self.quantised = {n.removesuffix(".scales") for n in shapes if n.endswith(".scales")}
         self.shapes = shapes = dict(shapes)
         for name in self.quantised:
-            words, scales, biases = (
-                shapes.get(f"{name}.{end}", ()) for end in ("weight", "scales", "biases")
-            )
+            words, scales, biases = (shapes.get(f"{name}.{end}", ()) for end in _ENDS)
             are_words = dtypes.get(f"{name}.weight") in ("U32", "I32") and len(words) == 2
             are_words &= dtypes[f"{name}.scales"] in ("F32", "F16", "BF16")
             runs = scales[1] if len(scales) == 2 and are_words and scales[0] == words[0] else 0
@@ -136,8 +135,7 @@ class MlxFolder(ForeignFolder):
 
     def _affine(self, name: str, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes q - 1, int8, scales and biases of some rows of a module that has words."""
-        ends = ("weight", "scales", "biases")
-        words, scales, biases = (self.files.read(f"{name}.{end}", part) for end in ends)
+        words, scales, biases = (self.files.read(f"{name}.{end}", part) for end in _ENDS)
         width = CODES_PER_WORD * words.shape[1]
         if self.rotation is not None:
             signs = self.files.read(f"{name}.signs").float()

@@ -281,5 +281,5 @@ def local_folder(path_or_id: str | Path, patterns: tuple[str, ...] = HUB_FILES) 
         asked = filter(None, (repository, file, revision and f"--revision {revision}"))
         raise UserError(
             f"no such folder: {path_or_id}, and the hub does not provide it ({reason_of(error)}); "
-            f"without a network, download it elsewhere: hf download {' '.join(asked)}"
+            f"without a network, download it on another machine: hf download {' '.join(asked)}"
         ) from error

@@ -168,7 +168,7 @@ _REMEDIES = {
         "`sparse-bitnet import` reads bitnet and compressed-tensors; `sparse-bitnet distill {name} OUT` "
         "(in Python, convert_) makes a ternary one of the model that it was made from"
     ),
-    "packed": "it is packed already, and generate, serve, evaluate and export take it as it is",
+    "packed": "it is packed already, and generate, serve, evaluate and export read it as it is",
     "trained": "pack it first: sparse-bitnet pack {name} OUT",
     "foreign": "it is another tool's; run sparse-bitnet import {name} OUT, then use OUT",
 }

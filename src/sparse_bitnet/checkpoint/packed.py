@@ -50,7 +50,7 @@ class PackedCheckpoint(Checkpoint):
         for name, shape in metadata.layers.items():
             if f"{name}.weight_packed" not in file.entries:
                 raise UserError(f"{file.path}: tensor {name}.weight_packed is missing")
-            self._check_scales_entry(f"{name}.weight_scale", shape, one=("F32",))
+            self._check_entry(f"{name}.weight_scale", shape, one=("F32",))
             internal |= {f"{name}.weight_packed", f"{name}.weight_scale"}
         hidden = stored.config.get("hidden_size")
         self.tables = {}
@@ -63,7 +63,7 @@ class PackedCheckpoint(Checkpoint):
                 self.tables[name] = rows, columns
                 # Rows of int8 have one scale: rows of one value have no other groups.
                 whole = (rows, 1 if entry.dtype == "I8" else columns)
-                self._check_scales_entry(f"{name}_scale", whole, one=())
+                self._check_entry(f"{name}_scale", whole, one=())
                 internal.add(f"{name}_scale")
         others = {name: entry for name, entry in file.entries.items() if name not in internal}
         self.others = {name: self.tables.get(name, entry.shape) for name, entry in others.items()}
@@ -73,9 +73,7 @@ class PackedCheckpoint(Checkpoint):
         scales = (file.entries[f"{layer}.weight_scale"] for layer in metadata.layers)
         self.has_one_scale = all(scale.shape == (1,) for scale in scales)
 
-    def _check_scales_entry(
-        self, name: str, shape: tuple[int, ...], *, one: tuple[str, ...]
-    ) -> None:
+    def _check_entry(self, name: str, shape: tuple[int, ...], *, one: tuple[str, ...]) -> None:
         """Raise `UserError` for a tensor of scales that is missing or not of a matrix of this shape.
 
         `one`: types that a single scale of the whole matrix may have.

@@ -91,15 +91,12 @@ def drop_old(run: Path, keep: int) -> None:
 def clean_run(run: Path) -> None:
     """Remove the half-written files of a killed process."""
     for folder in (run, run / "checkpoints"):
-        if folder.is_dir():
-            remove_leftovers(folder)
+        remove_leftovers(folder)
 
 
-def write_state(
-    folder: Path, step: int, data_identity: dict[str, Any], files: dict[str, str]
-) -> None:
-    """Write `state.json`, the last file of a checkpoint."""
-    state = {"version": CHECKPOINT_VERSION, "step": step, "data": data_identity, "files": files}
+def write_state(folder: Path, step: int, data: dict[str, Any], files: dict[str, str]) -> None:
+    """Write `state.json`, the last file of a checkpoint; `data` identifies what the run learns from."""
+    state = {"version": CHECKPOINT_VERSION, "step": step, "data": data, "files": files}
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
@@ -151,9 +148,8 @@ def consolidated(checkpoint: SavedStep) -> Path:
     if what := damage(checkpoint):
         raise UserError(f"{path}: {what}; name an older checkpoint, or continue the run")
     check_folder(path / MODEL_FOLDER)
-    weights = {
-        key.removeprefix(_MODEL_PREFIX): tensor for key, tensor in read_tensors(checkpoint).items()
-    }
+    tensors = read_tensors(checkpoint).items()
+    weights = {key.removeprefix(_MODEL_PREFIX): tensor for key, tensor in tensors}
     if any(".lora_A." in name for name in weights):
         raise UserError(
             f"{path} holds adapters beside the weights; continue the run, which merges them"
@@ -240,9 +236,9 @@ def read_tensors(
     *,
     no_dist: bool = True,
 ) -> "dict[str, Tensor]":
-    """Fill tensors, named as in the checkpoint, in place, a sharded one's local shard. Return them.
+    """Fill tensors in place from a checkpoint and return them; of a sharded tensor, only the local shard.
 
-    Moments may be missing there: a weight without gradients has none.
+    Moments that the checkpoint lacks are removed from `state`: a weight without gradients has none.
 
     Args:
         state: tensors by key; None creates one for every parameter, unsharded.

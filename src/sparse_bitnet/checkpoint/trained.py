@@ -83,14 +83,17 @@ def save_pretrained(
     """Write a converted model, and its tokenizer if given, as a complete folder in one step. A checkpoint
     in `folder` is replaced; without a tokenizer, its own stays.
 
-    Raises `UserError` when the model holds no `SparseBitLinear`, `folder` holds other files than a
-    checkpoint's, or the disk is full; `folder` is then unchanged.
+    Raises `UserError` when `model` is no transformers model or holds no `SparseBitLinear`, `folder` holds
+    other files than a checkpoint's, or the disk is full; `folder` is then unchanged.
     """
     configs = [layer.config for layer in sparse_layers(model).values()]
     if not configs:
         raise UserError(
             f"{type(model).__name__} has no SparseBitLinear to save; use convert_ first"
         )
+    if not hasattr(model, "save_pretrained"):
+        kind = type(model).__name__
+        raise UserError(f"{kind} is no transformers model: unwrap it, or save its state_dict")
     if any(config != configs[0] for config in configs):
         raise UserError("layers differ in their format; one checkpoint holds one format")
     if getattr(model, "peft_config", None):
@@ -131,14 +134,11 @@ class TrainedCheckpoint(Checkpoint):
             self.not_linear = first_unpackable(model, lambda name: not chosen(None, name))
             convert_(model, self.format, chosen)
             set_tables_(model, ternary=False)  # which are read as `others`
-        self.layers = {
-            name: (layer.out_features, layer.in_features)
-            for name, layer in sparse_layers(model).items()
-        }
+        sparse = sparse_layers(model).items()
+        self.layers = {name: (layer.out_features, layer.in_features) for name, layer in sparse}
         # Stored are the weights that multiply rotated inputs.
-        self.rotation = Rotation.of_format(
-            self.format, {width for _, width in self.layers.values()}
-        )
+        widths = {width for _, width in self.layers.values()}
+        self.rotation = Rotation.of_format(self.format, widths)
         if self.rotation:
             self.format = replace(self.format, activation="int8")
         self.has_masters = True
@@ -212,8 +212,8 @@ def first_unpackable(model: nn.Module, keeps_dense: Callable[[str], bool]) -> st
 def converted_filter(
     model: Any, entry: dict[str, Any], stored: Callable[[], Iterable[str]]
 ) -> Callable[[Any, str], bool]:
-    """Return a filter for the layers that the stored model had in its format. A model of another class
-    may have a head or pooler of its own: outside of lists of blocks, weights have to be `stored`."""
+    """Return a filter for the layers that the stored model had in its format. In one of another
+    class, which may have a head of its own, weights outside the blocks must be among `stored`."""
     # A base model without its head has the same names less the prefix.
     prefix = f"{model.base_model_prefix}."
     dense = {name.removeprefix(prefix) for name in entry["modules_to_not_convert"]}

@@ -55,10 +55,8 @@ class WeightFiles:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     if name in self._places:
-                        first = self._places[name][0].name
-                        raise UserError(
-                            f"{self.folder}: tensor {name} is in {first} and {path.name}"
-                        )
+                        both = f"{self._places[name][0].name} and {path.name}"
+                        raise UserError(f"{self.folder}: tensor {name} is in {both}")
                     part = file.get_slice(name)
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
@@ -72,17 +70,17 @@ class WeightFiles:
         but that does not exist.
         """
         index, whole = folder / INDEX_FILE, folder / "model.safetensors"
-        if not index.is_file() or whole.is_file():
-            # transformers prefers the whole file too, and may leave an index of earlier parts.
-            paths = [whole] if index.is_file() else sorted(folder.glob("model*.safetensors"))
-            if not paths:
-                raise UserError(f"{folder} holds no model*.safetensors")
-            return cls(paths)._of_text_model()
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index} is damaged: no weight_map")
-        names = sorted(set(map(str, weight_map.values())))
-        return cls([file_inside(folder, name) for name in names])._of_text_model()
+        # transformers prefers the whole file too, and may leave an index of earlier parts.
+        paths = [whole] if index.is_file() else sorted(folder.glob("model*.safetensors"))
+        if index.is_file() and not whole.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError(f"{index} is damaged: no weight_map")
+            paths = [file_inside(folder, name) for name in sorted({*map(str, weight_map.values())})]
+        if not paths:
+            raise UserError(f"{folder} holds no model*.safetensors")
+        # The tensors of a Qwen3.5 language model get their names without an image encoder.
+        return cls(paths).renamed(text_model_name) if is_qwen35(folder) else cls(paths)
 
     def renamed(self, new: Callable[[str], str]) -> "WeightFiles":
         """Return the same tensors under other names, without those whose new name is empty. Raises
@@ -95,10 +93,6 @@ class WeightFiles:
             named = {new(name): each for name, each in getattr(self, field).items() if new(name)}
             setattr(files, field, named)
         return files
-
-    def _of_text_model(self) -> "WeightFiles":
-        """Return a Qwen3.5 language model's tensors under its names; any other model's unchanged."""
-        return self.renamed(text_model_name) if is_qwen35(self.folder) else self
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes

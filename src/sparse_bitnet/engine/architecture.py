@@ -330,13 +330,12 @@ def _frequencies(kind: str, head_dim: int, numbers: Fields, config: dict[str, An
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(numbers["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / powers
-    match kind:
-        case "yarn":
-            return _yarn(powers, head_dim, numbers, config)
-        case "llama3":
-            plain = _llama3(plain, numbers)
-        case "linear":
-            plain = plain / np.float32(numbers["factor"])
+    if kind == "yarn":
+        return _yarn(powers, head_dim, numbers, config)
+    if kind == "llama3":
+        plain = _llama3(plain, numbers)
+    elif kind == "linear":
+        plain = plain / np.float32(numbers["factor"])
     return Rope(plain, 1.0)
 
 
@@ -362,7 +361,7 @@ def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, 
 
     if numbers.values.get("attention_factor") is not None:
         scaling = numbers["attention_factor"]
-    elif numbers.is_set("mscale") and numbers.is_set("mscale_all_dim"):
+    elif numbers.values.get("mscale") and numbers.values.get("mscale_all_dim"):
         scaling = magnitude(numbers["mscale"]) / magnitude(numbers["mscale_all_dim"])
     else:
         scaling = magnitude(1.0)
@@ -373,7 +372,7 @@ def _yarn(powers: np.ndarray, head_dim: int, numbers: Fields, config: dict[str, 
 
     low = dimension(numbers.optional("beta_fast", 32.0))
     high = dimension(numbers.optional("beta_slow", 1.0))
-    if numbers.is_set("truncate", True):
+    if numbers.values.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:

@@ -204,10 +204,8 @@ def _activation_group(model: EngineModel, activations: str) -> int:
     return 0 if activations == "token" else group
 
 
-def _decoder_model(
-    opened: EngineModel, weights: Weights, activation_group: int
-) -> _cpu.ModelBuilder:
-    """Return sizes, and where `weights` are in memory; `activation_group`: inputs per scale, 0: all."""
+def _decoder_model(opened: EngineModel, weights: Weights, group: int) -> _cpu.ModelBuilder:
+    """Return sizes, and where `weights` are in memory; `group`: inputs per activation scale, 0: all."""
     architecture, rotation = opened.architecture, opened.metadata.rotation
     # The decoder copies the frequencies or keeps their address: they live as long as the weights.
     ropes = (architecture.rope, architecture.local_rope)
@@ -224,7 +222,7 @@ def _decoder_model(
         _cpu.Activation(architecture.activation),
         frequencies[0].ctypes.data,
         architecture.rope.scaling,
-        activation_group,
+        group,
         architecture.query_scale,
         architecture.embedding_scale,
         architecture.model_type == HUNYUAN,
@@ -244,16 +242,8 @@ def _decoder_model(
     for layer in range(architecture.layers):
         block = f"model.layers.{layer}."
         window = architecture.windows[layer] if architecture.windows else 0
-        model.add_block(
-            {
-                key: weights.matrices[block + name]
-                for key, name in architecture.linears(layer).items()
-            }
-            | {
-                key: weights.vectors[block + name].ctypes.data
-                for key, (name, _) in architecture.vectors(layer).items()
-            },
-            window=window,
-            rope=int(window > 0),
-        )
+        linears, vectors = architecture.linears(layer), architecture.vectors(layer)
+        parts: dict[str, Any] = {key: weights.matrices[block + n] for key, n in linears.items()}
+        parts |= {k: weights.vectors[block + n].ctypes.data for k, (n, _) in vectors.items()}
+        model.add_block(parts, window=window, rope=int(window > 0))
     return model

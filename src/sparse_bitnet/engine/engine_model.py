@@ -105,7 +105,9 @@ def open_engine_model(path: str | Path) -> EngineModel:
                     f"{path}: tensor {name} is missing: that layer is ternary, which the CPU engine "
                     "computes only as dense weights; use --engine transformers"
                 )
-            raise UserError(f"{path}: tensor {name} is missing; copy it and config.json again")
+            raise UserError(
+                f"{path}: tensor {name} is missing; copy the file and config.json again"
+            )
         if entry.dtype not in dtypes or (shape is not None and entry.shape != shape):
             raise UserError(
                 f"{path}: tensor {name} is {DTYPES[entry.dtype]} {list(entry.shape)}, the model needs "

@@ -84,9 +84,7 @@ class TransformersEngine(InferenceEngine):
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.free_tokens:
-            raise CacheFull(
-                f"the cache has room for {self.free_tokens} tokens, but {tokens} are needed"
-            )
+            raise CacheFull(f"the cache has room for {self.free_tokens} tokens, not for {tokens}")
 
     def _open(self) -> Any:
         """Return an empty cache of transformers; None for a model that computes all tokens again."""

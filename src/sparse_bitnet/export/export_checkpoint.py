@@ -85,7 +85,7 @@ def export(
     """Write a trained model in the format of another tool; verify it if `config.verify` is set.
 
     Args:
-        checkpoint: run folder, or checkpoint folder of ours.
+        checkpoint: run folder, model folder or hub id of a trained or packed model.
         out: a new folder.
         config: format and options.
         on_progress: called with (bytes written, bytes in all) after every tensor.
@@ -102,7 +102,7 @@ def export(
     if config.verify and block is not None:
         gguf_export.check_reader(source, block)
     if config.verify and (absent := absent_reader(config.format)):
-        raise UserError(f"--verify: {absent}; without --verify the export needs none")
+        raise UserError(f"--verify: {absent}; without --verify, the export does not need it")
     text = text_to_verify(source, config) if config.verify else None
     write(source, out, config, on_progress)
     verification = None
@@ -276,19 +276,14 @@ def _quantization_config(source: Checkpoint, format: str, group: int) -> dict[st
         }
     stored, num_bits = (W2A8, 2) if format == "compressed-tensors-w2a8" else (W8A8, 8)
     weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel"}
-    activations = weights | {"num_bits": 8, "strategy": "token", "dynamic": True}
+    inputs = weights | {"num_bits": 8, "strategy": "token", "dynamic": True}
     if group:
         weights |= {"strategy": "group", "group_size": group}
-    layers = {
-        "targets": ["Linear"],
-        "format": stored,
-        "weights": weights,
-        "input_activations": activations,
-    }
+    group_0 = {"format": stored, "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
         "quantization_status": "compressed",
         "ignore": source.dense_linears,
-        "config_groups": {"group_0": layers},
+        "config_groups": {"group_0": {"targets": ["Linear"], **group_0}},
     }

@@ -86,8 +86,7 @@ def scale_groups(source: Checkpoint) -> dict[str, int]:
     for name, (_, columns) in source.layers.items() if not source.has_one_scale else ():
         file = source.file
         stored = file.entries[f"{name}.weight_scale"] if file else source.ternary(name).weight_scale
-        shape = stored.shape
-        groups[name] = 0 if prod(shape) == 1 else columns // shape[-1]
+        groups[name] = 0 if prod(stored.shape) == 1 else columns // stored.shape[-1]
     return groups
 
 

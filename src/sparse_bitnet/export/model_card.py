@@ -88,9 +88,8 @@ def _bits(source: Checkpoint, format: str, embeddings: str | None) -> float:
     if format.startswith("gguf"):
         wanted = BLOCK_TYPES[format.removeprefix("gguf-").upper()]
         shapes = source.layers.values()
-        blocks = [(math.prod(shape), block_for(shape[1], wanted)) for shape in shapes]
-        bits = sum(weights * 8 * block.nbytes / block.codes for weights, block in blocks)
-        return bits / sum(weights for weights, _ in blocks)
+        sizes = (block_for(columns, wanted).tensor_bytes(rows, columns) for rows, columns in shapes)
+        return 8 * sum(sizes) / sum(map(math.prod, shapes))
     if format == "dense":
         return 32 if embeddings == "f32" else 16
     return 8 if format.endswith("w8a8") else 2

@@ -79,7 +79,7 @@ def pack_checkpoint(
 
     Args:
         source: run folder or model folder of a ternary model, or an open `Checkpoint`.
-        out: folder to write; must not exist or be empty.
+        out: folder to write; it must be new or empty.
         format: a name in `formats.FORMATS`, or "auto" (`formats.AUTO_FORMAT`).
         embeddings: "bf16", "int8" (one scale per row), "float32" (as trained) or "ternary" (only for
             ternary ones); "auto" is ternary if they are, else bf16.
@@ -117,11 +117,9 @@ def packed_sizes(source: str | Path, *, embeddings: str = "auto") -> list[Packed
     """
     checkpoint = open_ternary(source)
     metadata, tables = _described(checkpoint, "auto", embeddings)
-    scale_bytes = 4 * len(checkpoint.layers)
+    scale_bytes, layers = 4 * len(checkpoint.layers), map(checkpoint.ternary, checkpoint.layers)
     if not checkpoint.has_one_scale:
-        scale_bytes = sum(
-            checkpoint.ternary(name).weight_scale.nbytes for name in checkpoint.layers
-        )
+        scale_bytes = sum(layer.weight_scale.nbytes for layer in layers)
     table_bytes, other_bytes = _nbytes(tables), _nbytes(_as_stored(checkpoint))
     sizes = []
     for format in dict.fromkeys((metadata.packed_format, *FORMATS)):

@@ -67,9 +67,9 @@ def convert_(
         raise UserError(
             "convert_: a bare linear layer cannot be replaced in place; wrap it in a module"
         )
-    chosen, past = filter_fn, set[str]()
+    chosen, bypassed = filter_fn, set[str]()
     if chosen is None:
-        chosen, past = _in_blocks(model), _read_past(model)
+        chosen, bypassed = _in_blocks(model), _bypassed_layers(model)
     candidates = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -80,7 +80,7 @@ def convert_(
     targets = {
         name: module
         for name, module in candidates.items()
-        if not config.keeps_dense(name) and name not in past and chosen(module, name)
+        if not config.keeps_dense(name) and name not in bypassed and chosen(module, name)
     }
     if not targets:
         raise UserError("convert_: no linear layer to convert: change filter_fn or dense_layers")
@@ -121,7 +121,7 @@ def convert_(
     if calibration is not None and len(linear) < len(targets):
         raise UserError(
             "convert_: calibration does not reach fused experts; leave them dense (dense_layers), or "
-            "convert the model to full-8:8 first, which takes them apart"
+            "convert the model to full-8:8 first, which splits them into layers"
         )
     if filter_fn is None:
         dense = {module for name, module in candidates.items() if config.keeps_dense(name)}
@@ -202,11 +202,8 @@ def _warn_of_dense_weights(model: nn.Module, owners: set[nn.Module], dense: set[
 
 def _in_blocks(model: nn.Module) -> FilterFn:
     """Return a filter for layers in repeated blocks; without blocks, for all but head and tied layers."""
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    get_head: Any = getattr(model, "get_output_embeddings", None)
-    head: Any = None if get_head is None else get_head()
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     heads = set(head.modules() if isinstance(head, nn.Module) else ())
     kinds = () if head is None else ("vision_config", "audio_config")
     others = [getattr(getattr(model, "config", None), kind, None) for kind in kinds]
@@ -226,7 +223,7 @@ def _in_blocks(model: nn.Module) -> FilterFn:
     return in_blocks
 
 
-def _read_past(model: nn.Module) -> set[str]:
+def _bypassed_layers(model: nn.Module) -> set[str]:
     """Return the names of layers whose weights Mamba's code or kernels read without running them."""
     return {
         f"{name}.{layer}".lstrip(".")

@@ -102,9 +102,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
     def from_linear(cls, linear: nn.Linear, config: SparseBitConfig, name: str) -> Self:
         """Return a layer that shares the parameters of `linear` (no copy, ties are kept); its weight is
         changed in place if the activation `folds`."""
-        layer = cls(
-            linear.in_features, linear.out_features, device="meta", config=config, name=name
-        )
+        sizes = linear.in_features, linear.out_features
+        layer = cls(*sizes, device="meta", config=config, name=name)
         _adopt_parameters(layer, linear)
         if isinstance(linear, SparseBitLinear):
             if linear.config.activation == config.activation:
@@ -127,9 +126,8 @@ class SparseBitLinear(KeepsBufferTypes, nn.Linear):
         """Return an ordinary layer that shares the parameters of this one. Before a model without other
         ternary layers is saved, delete its `config.quantization_config`: it would load as ternary."""
         self.check_basis()
-        return _adopt_parameters(
-            nn.Linear(self.in_features, self.out_features, device="meta"), self
-        )
+        plain = nn.Linear(self.in_features, self.out_features, device="meta")
+        return _adopt_parameters(plain, self)
 
     @property
     def mask(self) -> Tensor | None:

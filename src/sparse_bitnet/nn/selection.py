@@ -12,6 +12,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import SparseBitConfig
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.ops.select_ternary import absmean, quantize_ternary, select_ternary
+from sparse_bitnet.packing.ternary import TernaryWeight
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.variants.registry import Matrix, Variant
 
@@ -38,7 +39,7 @@ class Selection(NamedTuple):
         if self.value is not None:
             return self.value
         if self.codes is not None and self.weight_scale is not None:
-            return _scaled(self.codes, self.weight_scale)
+            return TernaryWeight(self.codes, self.weight_scale).values()
         return weight if self.mask is None else weight * self.mask
 
 
@@ -111,7 +112,7 @@ def _select_registered(
         codes, scale = _quantized(config.variant("quantizer"), source, mask, matrix)
     if blend < 1:
         if codes is not None and scale is not None:
-            value = _scaled(codes, scale)
+            value = TernaryWeight(codes, scale).values()
         value = torch.lerp(kept.float(), kept.float() if value is None else value.float(), blend)
     share = None if blend == 1 else weight.new_full((), blend, dtype=torch.float32)
     value = None if value is None else value.to(weight.dtype)
@@ -160,12 +161,6 @@ def _as_magnitudes(score: Tensor) -> Tensor:
     """float64 that `nm_mask` ranks by magnitude as the float32 scores rank by value, exactly."""
     bits = (score.float() + 0.0).contiguous().view(torch.int32)
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).double() + 2.0**31
-
-
-def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    if scale.dim() == 0:
-        return codes * scale
-    return (codes.unflatten(-1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(-2)
 
 
 def spread_scale(scale: Tensor, in_features: int) -> Tensor:

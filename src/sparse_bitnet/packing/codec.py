@@ -205,19 +205,13 @@ def _pack_planes(planes: _Planes, codes: np.ndarray, pattern: NMPattern) -> Byte
     for columns, _, block_bytes in _spans(planes, codes.shape[1]):
         part = codes[:, columns]
         filled = np.pad(part, ((0, 0), (0, -part.shape[1] % (count * block_bytes))))
-        blocks = _joined(planes, filled.reshape(len(codes), -1, count, block_bytes))
-        parts.append(blocks.reshape(len(codes), -1))
+        digits = (filled + 1).view(np.uint8).reshape(len(codes), -1, count, block_bytes)
+        number = digits[:, :, 0].copy()
+        for plane in range(1, count):
+            number *= 3
+            number += digits[:, :, plane]
+        parts.append(planes.byte.take(number).reshape(len(codes), -1))
     return np.concatenate(parts, axis=1)
-
-
-def _joined(planes: _Planes, codes: np.ndarray) -> Bytes:
-    """int8 [..., planes, bytes] -> [..., bytes]."""
-    digits = (codes + 1).view(np.uint8)
-    number = digits[..., 0, :].copy()
-    for plane in range(1, len(planes.codes)):
-        number *= 3
-        number += digits[..., plane, :]
-    return planes.byte.take(number)
 
 
 def _unpack_planes(
@@ -265,9 +259,7 @@ def _words_of_groups(coded: NMPattern, groups: int) -> list[tuple[slice, int, in
     per_word = nm_enum_groups_per_word(coded)
     whole = groups - groups % per_word
     parts = ((slice(0, whole), per_word), (slice(whole, groups), groups - whole))
-    return [
-        (part, count, nm_enum_bits(coded, count)) for part, count in parts if part.start < part.stop
-    ]
+    return [(part, n, nm_enum_bits(coded, n)) for part, n in parts if part.start < part.stop]
 
 
 def _pack_nm_enum(codes: np.ndarray, pattern: NMPattern) -> Bytes:

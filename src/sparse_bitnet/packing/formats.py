@@ -51,12 +51,12 @@ other is stored in bfloat16."""
 
 
 def coded_pattern(pattern: NMPattern) -> NMPattern:
-    """The pattern whose groups the formats code: 1:1 for every dense one."""
+    """Return the pattern whose groups the formats code: 1:1 for every dense one."""
     return NMPattern(1, 1) if pattern.is_dense else pattern
 
 
 def needs_exact(name: str) -> bool:
-    """Whether a format holds only weights of which every group has exactly n non-zeros."""
+    """Whether a format requires exactly n non-zeros in every group."""
     return name == "nm-sign"
 
 
@@ -113,14 +113,14 @@ def nm_enum_states(weights: int, nonzeros: int) -> int:
 
 
 def nm_enum_bits(pattern: NMPattern, groups: int) -> int:
-    """Bits of a word of this many groups, more than 64 where no word holds them."""
+    """Return the bits of a word of `groups` groups; more than 64 if they do not fit a word."""
     coded = coded_pattern(pattern)
     return (nm_enum_states(coded.m, coded.n) ** groups - 1).bit_length()
 
 
 @cache
 def nm_enum_groups_per_word(pattern: NMPattern) -> int:
-    """The count with the fewest bits a group in words of at most 64 bits, the smallest such count."""
+    """Return the number of groups per word that takes the fewest bits per group, within 64 bits."""
     counts = range(1, NM_ENUM_WORD_BITS + 1)
     fitting = [count for count in counts if nm_enum_bits(pattern, count) <= NM_ENUM_WORD_BITS]
     return min(fitting, key=lambda count: nm_enum_bits(pattern, count) / count)
@@ -209,9 +209,8 @@ class PackedMetadata:
                 raise UserError("an unknown packed format or embedding type")
             if values["pattern"] != str(format.pattern) or format.weight != "ternary":
                 raise UserError("its pattern and its layers' format contradict each other")
-            if not all(
-                type(size) is int and size > 0 for sizes in layers.values() for size in sizes
-            ):
+            sizes = [size for shape in layers.values() for size in shape]
+            if not all(type(size) is int and size > 0 for size in sizes):
                 raise UserError("a layer's shape is not two positive sizes")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             incomplete = f"its metadata is incomplete ({error!r})"

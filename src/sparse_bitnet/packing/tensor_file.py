@@ -42,12 +42,9 @@ DTYPES: dict[str, str] = {
 """The file's name of each type -> torch's."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-ITEM_BYTES = {
-    key: 2 if name == "bfloat16" else np.dtype(name).itemsize for key, name in DTYPES.items()
-}
+ITEM_BYTES = {k: 2 if v == "bfloat16" else np.dtype(v).itemsize for k, v in DTYPES.items()}
 
 _KEYS = {name: key for key, name in DTYPES.items()}
-_LONGEST_KEY = "BF16"
 _LENGTH_BYTES = 8
 _LARGEST_DIMENSION = 1 << 48
 _CRC_KEY = b'"header_crc32":"'
@@ -56,8 +53,6 @@ _UNKNOWN_CRC = "00000000"
 _ALIGNMENT = 64
 """Alignment in bytes of the first tensor with one byte a value, and so of those behind it that fill whole
 cache lines: the engine can multiply those of i2 in place (engine/weights.py)."""
-
-_HEADER_ALIGNMENT = 8
 
 
 class Entry(NamedTuple):
@@ -86,9 +81,7 @@ class TensorFile:
         damaged = library_errors_as(f"{path}: the header is damaged, copy it again")
         with damaged, os_errors_as(f"cannot read {path}"):
             self._data = np.asarray(np.memmap(self.path, np.uint8, mode="c"))
-            data_begin = _LENGTH_BYTES + int.from_bytes(
-                self._data[:_LENGTH_BYTES].tobytes(), "little"
-            )
+            data_begin = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "little")
             raw = self._data[_LENGTH_BYTES:data_begin].tobytes()
             head, key, rest = raw.partition(_CRC_KEY)
             if not key:
@@ -128,7 +121,7 @@ class TensorFile:
         return self.tensor(name)
 
     def _bytes(self, name: str) -> np.ndarray:
-        """uint8 [bytes of the tensor], a view of the mapped file, aligned to nothing."""
+        """uint8 [bytes of the tensor], a view of the mapped file, without alignment."""
         entry = self.entries[name]
         return self._data[entry.begin : entry.end]
 
@@ -186,8 +179,8 @@ class TensorSpec(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The file's name of the type, one of `DTYPES`."""
-        return _LONGEST_KEY if self.dtype is None else _KEYS[_type_name(self.dtype)]
+        """The file's name of the type, one of `DTYPES`; the longest one if the type is not set yet."""
+        return "BF16" if self.dtype is None else _KEYS[_type_name(self.dtype)]
 
     @property
     def nbytes(self) -> int:
@@ -209,15 +202,13 @@ class TensorFileWriter:
         self._metadata, self._specs = metadata, {spec.name: spec for spec in specs}
         self._crc32: dict[str, str] = {}
         self._entries: dict[str, Entry] = {}
-        largest = {
-            spec.name: Entry(spec.key, spec.shape, 10**15, 10**15) for spec in self._specs.values()
-        }
+        largest = {n: Entry(s.key, s.shape, 10**15, 10**15) for n, s in self._specs.items()}
         used = _LENGTH_BYTES + len(self._header(largest, 0))
         announced = (spec for spec in self._specs.values() if spec.dtype is not None)
         placed = [spec for spec in announced if spec.key != "U8"]
         placed.sort(key=lambda spec: -ITEM_BYTES[spec.key])
         wide = sum(spec.nbytes for spec in placed if spec.key != "I8")
-        wide -= wide % _HEADER_ALIGNMENT
+        wide -= wide % 8  # the alignment of a header
         self._begin = self._end = -(-(used + wide) // _ALIGNMENT) * _ALIGNMENT - wide
         for spec in placed:
             self._place(spec)

@@ -198,7 +198,7 @@ def int4_hadamard(x: "Tensor") -> tuple["Tensor", "Tensor"]:
 
 
 def sign(place: Any) -> Any:
-    """Return 1 or -1 for each position, as `rotate` multiplies it; an integer, an array or a tensor."""
+    """Return the sign, 1 or -1, by which `rotate` multiplies an integer, array or tensor of positions."""
     # The low 17 bits of 0x9E3779B1, which decide: more would not fit int32, in which GPUs count.
     return 1 - 2 * (place * 0x179B1 >> 16 & 1)
 
@@ -206,7 +206,7 @@ def sign(place: Any) -> Any:
 def rotate(x: "Tensor", *, block: int = 64) -> "Tensor":
     """Multiply features by fixed signs, then each `block` of them by an orthonormal Hadamard matrix.
 
-    Where gradients are recorded this is one product, which rounds otherwise than `hadamard`.
+    With gradients enabled it is one matrix product, whose rounding differs from that of `hadamard`.
     """
     import torch
 
