@@ -86,6 +86,8 @@ def reproduce(
             tokens = {key: text.pop(key, None) for key in ("tokenizer", "vocab_size")}
             prepare(parse_source(text.pop("source"), **text), data, **tokens)
         splits = [TokenDataset.open(data, split) for split in SPLITS]
+        if splits[0].is_chat:
+            raise UserError(f"{data} holds conversations: the experiments train on plain text")
         results.open(make_setting(scale, {split.split: split.identity() for split in splits}))
         pending = [run for run in runs if run.name not in set(results.rows.name)]
         at_once = min(workers or default_workers(scale), max(1, len(pending)))

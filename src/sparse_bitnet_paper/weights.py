@@ -203,7 +203,7 @@ def read_checkpoint(
         weight = "ternary" if opened.kind == "foreign" else "full"
     parts = Path(path_or_id).absolute().parts
     return CheckpointWeights(
-        label=[part for part in parts if part not in ("final", "checkpoints", "/")][-1],
+        label=[p for p in ("model", *parts) if p not in ("final", "checkpoints", "/")][-1],
         weight=weight,
         layers=count_checkpoint(path_or_id, pattern=pattern, dense_layers=dense_layers),
     )
