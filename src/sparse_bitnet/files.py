@@ -88,7 +88,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         is_ours = True
         yield temporary
-        mode = temporary.stat().st_mode & 0o666  # of the umask; safetensors makes private files
+        mode = (
+            temporary.stat().st_mode & 0o666
+        )  # the mode by the umask; safetensors makes private files
         for file in filter(Path.is_file, temporary.rglob("*")):
             file.chmod(mode)
         sync_tree(temporary)

@@ -19,16 +19,13 @@ def paper() -> dict[str, Any]:
 
 
 def paper_perplexities(pattern: str) -> dict[str, pd.DataFrame]:
-    """Return by model size ("0.5B") the perplexities of the paper's models: one row, a column a format.
+    """Return by model size ("0.5B") the perplexities of the paper's models, one column per format.
 
     The paper has 6:8 at three sizes and the patterns of its sweep at 0.5B; empty for other patterns.
     """
-    full, ternary = paper()["sweep"]["full"], paper()["sweep"]["ternary"]
-    models = paper()["perplexity"] if pattern == "6:8" else {}
-    if pattern in full and pattern != "6:8":
-        own = {"full-8:8": full["8:8"], f"full-{pattern}": full[pattern]}
-        own |= {"ternary-8:8": ternary["8:8"], f"ternary-{pattern}": ternary[pattern]}
-        models = {"0.5B": own}
+    sweep, models = paper()["sweep"], paper()["perplexity"] if pattern == "6:8" else {}
+    if pattern in sweep["full"] and pattern != "6:8":
+        models = {"0.5B": {f"{w}-{p}": sweep[w][p] for w in sweep for p in ("8:8", pattern)}}
     return {size: pd.DataFrame([own]) for size, own in models.items()}
 
 

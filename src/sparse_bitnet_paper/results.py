@@ -111,7 +111,7 @@ class Results:
 
     def check(self, setting: dict[str, Any]) -> None:
         """Raise `UserError` that names the differences if the folder has another setting."""
-        # What is no object in nested JSON, by its path.
+        # Flatten nested JSON to one value for each dotted path.
         old, new = (pd.json_normalize(each).iloc[0].to_dict() for each in (self.setting, setting))
         changed = [
             f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"

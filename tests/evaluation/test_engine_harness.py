@@ -67,9 +67,8 @@ def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
     rows = [
-        {"question": f"some words about {word}", "choices": [word, f"{word} and more", "x"]}
-        | {"gold": 1}
-        for word in WORDS
+        {"question": f"some words about {w}", "gold": 1, "choices": [w, f"{w} and more", "x"]}
+        for w in WORDS
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, rest in TASKS.items():

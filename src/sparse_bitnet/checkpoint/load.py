@@ -114,14 +114,14 @@ def from_pretrained(path_or_id: str | Path, **kwargs: Any) -> "PreTrainedModel":
             f"quant_method {method!r}"
         )
     files = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
-    held, asked = sum(path.stat().st_size for path in files), 0
+    held, needed = sum(path.stat().st_size for path in files), 0
     if held and method != QUANT_METHOD:
         with contextlib.suppress(UserError):  # which transformers raises again
-            asked = sum(each.numel() for each in skeleton(config, folder).parameters())
-    if asked > 8 * held:
+            needed = sum(each.numel() for each in skeleton(config, folder).parameters())
+    if needed > 8 * held:
         # transformers would allocate them all before it missed any.
         raise UserError(
-            f"{folder}: {CONFIG_FILE} needs {asked:,} values, more than the {held:,} bytes there hold"
+            f"{folder}: {CONFIG_FILE} needs {needed:,} values, more than the {held:,} bytes there hold"
         )
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with library_errors_as(f"cannot load a model from {path_or_id}"):

@@ -212,20 +212,20 @@ def _read_metadata(shards: Path) -> Any:
         puts = (int(arg or 0) for op, arg, _ in pickletools.genops(data) if op.name.endswith("PUT"))
         if max(puts, default=0) > len(data):
             raise ValueError("an index beyond its end")
-        metadata, asked = _Unpickler(io.BytesIO(data)).load(), 0
+        metadata, needed = _Unpickler(io.BytesIO(data)).load(), 0
         for entry in metadata.state_dict_metadata.values():
             are_sizes = isinstance(entry.size, torch.Size) and min(entry.size, default=0) >= 0
             if not (are_sizes and isinstance(entry.properties.dtype, torch.dtype)):
                 raise ValueError("an entry is no tensor")
-            asked += prod(entry.size) * entry.properties.dtype.itemsize
+            needed += prod(entry.size) * entry.properties.dtype.itemsize
         for place in metadata.storage_data.values():
             if place.relative_path != Path(place.relative_path).name:
                 raise ValueError(f"it names {place.relative_path!r}, which is not in its folder")
     except Exception as error:  # untrusted bytes can raise anything
         raise ValueError(f".metadata is damaged: {error}") from error
     there = sum(path.stat().st_size for path in shards.glob("*.distcp"))
-    if asked > there:
-        raise ValueError(f"its tensors have {asked:,} bytes, its shards {there:,}")
+    if needed > there:
+        raise ValueError(f"its tensors have {needed:,} bytes, its shards {there:,}")
     return metadata
 
 

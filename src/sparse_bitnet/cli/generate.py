@@ -50,7 +50,7 @@ class TextOptions(SamplingOptions):
     """Structured output: text that follows the grammar in this file (llama.cpp's GBNF, or Lark)."""
 
     def grammar(self) -> "Grammar | None":
-        """The grammar that the text has to satisfy, if any. Raises `UserError` for two, or a bad one."""
+        """Return the grammar of the text; None without one. Raises `UserError` for two, or a bad one."""
         names = ("json_schema", "regex", "grammar_file")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if len(given) > 1:
@@ -109,7 +109,7 @@ class GenerateConfig:
     """Print token counts and tokens per second to standard error at the end."""
 
     def read_prompt(self) -> str:
-        """The prompt, wherever it comes from."""
+        """Return the prompt: the option, the file or standard input."""
         if self.prompt is not None:
             return self.prompt
         if self.prompt_file is None and sys.stdin.isatty():
@@ -247,7 +247,7 @@ def chat(
 
 
 def _next_line(is_terminal: bool) -> str | None:
-    """None at the end of the input; Ctrl-C gives up the line."""
+    """Return the next line, None at the end of the input. Ctrl-C discards the line."""
     while True:
         try:
             return input("> " if is_terminal else "").strip()

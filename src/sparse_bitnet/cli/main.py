@@ -45,7 +45,7 @@ TRAIN_COMMANDS = (
 
 
 def usage() -> str:
-    """The list of all commands."""
+    """Return the list of all commands."""
     lines = ["usage: sparse-bitnet COMMAND [OPTIONS]", "", "commands:"]
     lines += [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "`sparse-bitnet COMMAND --help` lists a command's options."]

@@ -147,7 +147,7 @@ def end_of_turn_tokens(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] * 2
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # whatever a template of strangers raises
+    except Exception:  # an untrusted template may raise anything
         return []
     tokens = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
     ends: list[int] = []
@@ -248,7 +248,7 @@ def render_calls(
         rendered = render(False)
         if not any(values and str(values) in text_of(rendered) for values, _ in objects):
             return rendered
-    except Exception as error:  # whatever a template of strangers raises
+    except Exception as error:  # an untrusted template may raise anything
         refused = error
     with suppress(Exception):
         if objects:

@@ -161,19 +161,19 @@ class Engine(InferenceEngine):
 
 
 def _weight_format(
-    model: EngineModel, asked: str, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
+    model: EngineModel, requested: str, pool: _cpu.ThreadPool, kernels: _cpu.Kernels
 ) -> str:
     """Return the key of `FORMATS` for an option. Raises `UserError` if the model does not support it."""
     groups = model.scale_groups()
     unsupported = groups != {0} and groups - {*LARGE_GROUPS}  # also where only some have groups
-    if asked == "auto":
+    if requested == "auto":
         if unsupported:
             return "i2"
         if groups != {0}:  # lookup then knows no pattern
             return choose_format(NMPattern(1, 1), pool, kernels, group=min(groups))
         exact = needs_exact(model.metadata.packed_format)
         return choose_format(model.metadata.pattern, pool, kernels, exact=exact)
-    name = model.metadata.packed_format if asked == "stored" else asked
+    name = model.metadata.packed_format if requested == "stored" else requested
     if name not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"--weight-format {name} exists only in files: choose one of {known}")

@@ -66,7 +66,7 @@ class EngineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return tokens; the tokenizer adds its special tokens unless told otherwise or present."""
+        """Return tokens. By default, special tokens are added unless the text begins with the first."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = not has_bos_prefix(string, prefix)
@@ -135,10 +135,9 @@ class EngineLM(TemplateLM):
         """Return texts up to a stop string, greedy."""
         wanted = [self._request(*request.args) for request in requests]
         scheduler = Scheduler(self.model.engine, max_running=self.batch_size)
-        texts: dict[int, str] = {}
         running, total = scheduler.run(wanted), len(requests)
-        for generation in tqdm(running, "Generating", total, disable=disable_tqdm):
-            texts[id(generation.request)] = generation.text
+        bar = tqdm(running, "Generating", total, disable=disable_tqdm)
+        texts = {id(generation.request): generation.text for generation in bar}
         return [texts[id(request)] for request in wanted]
 
     def _request(self, context: str, options: dict[str, Any]) -> GenerationRequest:

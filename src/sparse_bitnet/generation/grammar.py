@@ -20,7 +20,7 @@ from sparse_bitnet.generation.text import TextTokenizer
 _MOST_REFUSED = 1000
 """Number of errors to remember; some take half a second of processor time each."""
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
-"""Whitespace allowed between the parts of JSON; unbounded, a weak model would write it for ever."""
+"""Whitespace allowed between the parts of JSON; unbounded, a weak model would never stop writing it."""
 
 _LONGEST = 64
 """Maximum length of a token in bytes."""

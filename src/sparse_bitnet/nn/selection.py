@@ -123,12 +123,12 @@ def _quantized(
     quantizer: Variant, weight: Tensor, mask: Tensor | None, matrix: Matrix
 ) -> tuple[Tensor, Tensor]:
     """Return int8 codes, zero where the mask prunes, and the float32 scale."""
-    matrix.asked = False  # a score may have set it
+    matrix.is_reduced = False  # a score may have set it
     codes, scale = quantizer.call(weight, mask, matrix=matrix)
     rows, in_features = weight.shape
     scale = torch.as_tensor(scale, dtype=torch.float32, device=weight.device)
     per_row = scale.dim() == 2 and scale.shape[0] == rows and in_features % scale.shape[1] == 0
-    is_part = matrix.reduce_sum is not None and not matrix.asked
+    is_part = matrix.reduce_sum is not None and not matrix.is_reduced
     if scale.numel() == 1 and is_part and not per_row:
         raise UserError(
             f"quantizer {quantizer.text}: its scale is that of some rows of a matrix; reduce it with "

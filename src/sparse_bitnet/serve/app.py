@@ -63,7 +63,7 @@ _METRICS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "generated_tokens": (Counter, "Tokens generated", {}),
     "draft_tokens": (Counter, "Draft tokens computed", {}),
     "accepted_tokens": (Counter, "Draft tokens accepted", {}),
-    "preemptions": (Counter, "Generations paused for want of cache", {}),
+    "preemptions": (Counter, "Generations paused because the cache was full", {}),
     "queue_length": (Gauge, "Generations waiting", {}),
     "running": (Gauge, "Generations running", {}),
     "cache_tokens": (Gauge, "Tokens the KV cache has room for", {}),

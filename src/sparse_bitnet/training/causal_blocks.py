@@ -44,7 +44,7 @@ def causal_blocks(
     length, past, parts = query.shape[2], key.shape[2] - query.shape[2], []
     if position_bias is not None:
         attention_mask = attention_mask + position_bias
-    # One mask for all is expanded where it is added: expanded earlier, compiled kernels round otherwise.
+    # One mask for all is expanded where it is added; earlier, compiled kernels would round differently.
     heads: slice | None = None
     if attention_mask.shape[1] > 1:
         attention_mask, heads = attention_mask.unflatten(1, (key.shape[1], -1)), slice(None)

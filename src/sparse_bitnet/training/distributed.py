@@ -89,7 +89,7 @@ class World:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise a `UserError` from inside the block, of any process, in all of them at its end."""
+        """Raise a `UserError` of any process in all processes, at the end of the block."""
         raised = None
         try:
             yield

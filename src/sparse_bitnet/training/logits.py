@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
-    """Return the last ones, [batch, sequence, hidden_size], times the model's scale of its logits."""
+    """Return the decoder's last ones, [batch, sequence, hidden_size], times the scale of the logits."""
     at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
     if position_ids is not None and has_states(model):
         (input_ids, at), packed = _apart(input_ids, position_ids), {}
@@ -32,8 +32,8 @@ def hidden_states(
 
 
 def _apart(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return token ids with a row for each conversation and what follows the last, and the index there of
-    each token, [batch, sequence]: restarted positions do not end a state."""
+    """Return token ids with a row per conversation, padding in the row before it, and the index there
+    of each token, [batch, sequence]: a recurrent state does not restart with the positions."""
     begins = F.pad(position_ids == 0, (0, 1), value=True)
     starts = begins[:, :-1] & ~begins[:, 1:]
     starts[:, 0] = True

@@ -76,7 +76,7 @@ def sample(model: Any, tokenizer: Any, text: list[int]) -> str:
     """Return what a model answers to `QUESTION`, or writes after `text` without a chat template for that:
     the prompt, and at most 40 likeliest tokens. Mode, masks, weights and random state stay."""
     shown, said = tokenizer.decode(text), list[int]()
-    with contextlib.suppress(Exception):  # whatever a template of strangers raises
+    with contextlib.suppress(Exception):  # an untrusted template may raise anything
         chat = [{"role": "user", "content": QUESTION}]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         text, shown = tokenizer(prompt, add_special_tokens=False)["input_ids"], QUESTION
@@ -101,12 +101,12 @@ class JsonLines:
 
     def __init__(self, path: Path, after_step: int, *, at_end: bool = False) -> None:
         bound = after_step - (at_end or not after_step)
-        kept = "".join(
-            line
-            for line, row in _rows(path)
+        kept = (
+            json.dumps(row) + "\n"
+            for row in read_rows(path)
             if row["step"] <= bound or (row["step"] == after_step and "loss" in row)
         )
-        write_atomic(path, kept)
+        write_atomic(path, "".join(kept))
         with os_errors_as(f"cannot write {path}"):
             self._file = open(path, "a", encoding="utf-8")
 
@@ -122,29 +122,23 @@ class JsonLines:
             self._file.close()
 
 
-def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return each whole line, and its row."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return all whole rows of a JSON-lines file, without a last line cut short by a kill.
+
+    Raises `UserError` that names a damaged line.
+    """
     with os_errors_as(f"cannot read {path}"):
         content = path.read_bytes() if path.exists() else b""
     rows = []
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
             try:
-                row = json.loads(line)
-                if not isinstance(row["step"], int):
+                rows.append(json.loads(line))
+                if not isinstance(rows[-1]["step"], int):
                     raise TypeError("no step")
-                rows.append((line.decode(), row))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise UserError(f"{path}:{number} is damaged: remove that line") from error
     return rows
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return all whole rows of a JSON-lines file, without a last line cut short by a kill.
-
-    Raises `UserError` that names a damaged line.
-    """
-    return [row for _, row in _rows(path)]
 
 
 class TensorBoard:

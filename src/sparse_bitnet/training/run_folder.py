@@ -120,7 +120,7 @@ def finished_result(run: Path, config: TrainConfig, data: dict[str, Any]) -> Run
     with library_errors_as(f"{path} is damaged"):
         result = RunResult(**read_json(path))
         shown = (result.steps, result.tokens, result.validation_tokens, result.zero_fraction)
-        sum((*shown, result.validation_perplexity, result.flip_rate or 0))  # are numbers
+        sum((*shown, result.validation_perplexity, result.flip_rate or 0))  # fails unless they are
     check_inputs(run, result.data, data)
     if (scored := read_config(run).validation_tokens) != config.validation_tokens:
         raise UserError(

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -58,11 +58,6 @@ from sparse_bitnet.training.run_folder import (
     stop_signals,
 )
 from sparse_bitnet.training.sharded_linear import selected_shards, sharded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-__all__ = ["Interrupted", "OnStep", "RunResult", "Trainer", "train"]
 
 OnStep = Callable[[dict[str, Any]], None]
 OnSample = Callable[[dict[str, Any], str], None]
@@ -216,7 +211,6 @@ class Trainer:
         reduction = torch.bfloat16 if config.gradient_reduction == "bf16" else torch.float32
         distributed.place_(self.loss, world, self.device, self.dtype, reduction, whole)
         self.layers = sparse_layers(self.model)
-        self.shards = sharded(self.layers.values())
         self.optimizer = build_optimizer(self.model, config)
         self.checkpoints = RunCheckpoints(
             config, world, self.model, self.optimizer, files=files, data_identity=identity
@@ -259,7 +253,7 @@ class Trainer:
         try:
             if self.teacher and self.start == 0:
                 self._compare_with_teacher(SummedLoss(self.teacher.model, config.loss_chunk_tokens))
-            self.teacher = None  # whose memory is free now, if its logits are cached
+            self.teacher = None  # frees its memory if its logits are cached
             with stop_signals(self.stop.set):
                 for step in range(self.start + 1, config.steps + 1):
                     row = self._step(step)
@@ -298,7 +292,7 @@ class Trainer:
         self.optimizer.param_groups[0]["weight_decay"] = decay  # the others have none
         kept, blend = schedule.phase(config, self.format, step)
         set_phase_(self.layers.values(), kept, blend)
-        # Of dropout, whose masks differ between processes.
+        # Seed dropout, whose masks differ between processes.
         entropy = (config.seed % 2**64, step, self.world.rank)
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
         with selected_shards(self.layers.values(), self.world.sum_shards, self.world.sum):
@@ -369,7 +363,7 @@ class Trainer:
             # Gradients are averaged over the processes.
             (loss / learnt * self.world.size).backward()
             total += loss.detach()
-        for layer in self.shards:
+        for layer in sharded(self.layers.values()):
             layer.mask_gradient_()
         stop = torch.full_like(total, float(self.stop.is_set()))
         sums = self.world.sum(torch.stack([total, self.loss.divergence, stop]))
@@ -458,12 +452,8 @@ class Trainer:
                 "another folder"
             )
         self._write(validation)
-        whole = distributed.whole_model(self.model, self.world, self.build)
-        self.world.on_main(
-            lambda: save_pretrained(
-                cast("PreTrainedModel", whole), self.run / "final", self.tokenizer
-            )
-        )
+        whole: Any = distributed.whole_model(self.model, self.world, self.build)
+        self.world.on_main(lambda: save_pretrained(whole, self.run / "final", self.tokenizer))
         steps = validation.pop("step")
         result = RunResult(
             run=str(self.run),

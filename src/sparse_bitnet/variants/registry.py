@@ -42,17 +42,17 @@ class Matrix:
     reduce_sum: Callable[["Tensor"], "Tensor"] | None = None
     reduce_max: Callable[["Tensor"], "Tensor"] | None = None
     """Sum and maximum over the processes that hold the other rows; None where there are none."""
-    asked: bool = field(default=False, init=False)
+    is_reduced: bool = field(default=False, init=False)
     """Whether a sum or a maximum over the whole matrix was taken."""
 
     def sum(self, parts: "Tensor") -> "Tensor":
         """Return the elementwise sum of `parts` over all processes that hold rows of the matrix."""
-        self.asked = True
+        self.is_reduced = True
         return parts if self.reduce_sum is None else self.reduce_sum(parts)
 
     def max(self, parts: "Tensor") -> "Tensor":
         """Return the elementwise maximum of `parts` over all processes that hold rows of the matrix."""
-        self.asked = True
+        self.is_reduced = True
         return parts if self.reduce_max is None else self.reduce_max(parts)
 
 
