@@ -12,7 +12,7 @@ constexpr int score_rows = 48;
 // With at least this many rows, a page is converted to floats once instead of in every product.
 constexpr std::int64_t rows_to_widen = 13;
 
-// Fetches a line for a later product: on an EPYC (Zen 4) into the L2 cache, since too few may be on their way to L1.
+// Fetches a line for a later product: on an EPYC (Zen 4) into the L2 cache, since few lines can be in flight to L1 at once.
 INLINE void fetch_ahead(const void* line) { is_amd ? __builtin_prefetch(line, 0, 2) : __builtin_prefetch(line, 0, 3); }
 
 // c [ROWS, VECTORS * width] = (factors ? c * factors[row] : 0) + a [ROWS, depth] b [depth, ...], each
