@@ -30,7 +30,7 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 
     Raises `UserError` when the disk is full or the folder cannot be written; `path` is then as before.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if not path.name:
         raise UserError(f"cannot write {path}: not a name for a file")
     content = data.encode() if isinstance(data, str) else data
@@ -61,7 +61,7 @@ def check_new_file(path: Path | str) -> None:
     path = Path(path)
     if path.exists() and not path.is_file():  # a device, say, which would be replaced
         what = "a folder" if path.is_dir() else "not a regular file"
-        raise UserError(f"cannot write {path}: it is {what}, name a file")
+        raise UserError(f"cannot write {path}: it is {what}; name a file")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise UserError(f"cannot write {path}: its folder does not exist or is not writable")
 
@@ -88,9 +88,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         is_ours = True
         yield temporary
-        mode = (
-            temporary.stat().st_mode & 0o666
-        )  # the mode by the umask; safetensors makes private files
+        mode = temporary.stat().st_mode & 0o666  # by the umask; safetensors makes private files
         for file in filter(Path.is_file, temporary.rglob("*")):
             file.chmod(mode)
         sync_tree(temporary)

@@ -20,7 +20,9 @@ class NMPattern:
     m: int
 
     def __post_init__(self) -> None:
-        if not (type(self.n) is type(self.m) is int and 1 <= self.n <= self.m <= MAX_GROUP):
+        if not type(self.n) is type(self.m) is int:
+            raise UserError(f"pattern {self.n}:{self.m}: n and m must be of type int")
+        if not 1 <= self.n <= self.m <= MAX_GROUP:
             raise UserError(f"pattern {self.n}:{self.m}: needs 1 <= n <= m <= {MAX_GROUP}")
 
     @classmethod

@@ -129,6 +129,7 @@ def score(
             out / row.checkpoint,
             tasks,
             include_path=include_path,
+            fewshot=0,
             limit=limit,
             precision="bf16" if row.precision == "bfloat16" else "float32",
             device=row.device,

@@ -48,7 +48,7 @@ NEEDS_TORCH = [
     (["export", "x", "y", "--to", "dense", "--text", "z"], "--text z is not used here: only"),
     (["bench", "qwen"], "'qwen' is neither a packed folder nor one of qwen2.5-0.3m"),
     (["bench", "--out", "."], "cannot write .: it is a folder"),
-    (["bench", "--out", os.devnull], "not a regular file, name a file"),
+    (["bench", "--out", os.devnull], "not a regular file; name a file"),
     (["bench", "gpu", "--rounds", "0"], "--rounds 0: must be at least 1"),
     (["prepare", "python-stdlib", "out", "--tokenizer", "."], "it has no tokenizer.json"),
 ]

@@ -163,7 +163,7 @@ def test_prompts_beyond_the_context_are_user_errors(models):
         ours.generate_until(requests(("some", {"max_gen_toks": 512})), disable_tqdm=True)
     with pytest.raises(UserError, match="needs --engine transformers: the CPU engine is greedy"):
         ours.generate_until(requests(("some", {"do_sample": True})), disable_tqdm=True)
-    with pytest.raises(UserError, match="sets num_beams=4, which needs --engine transformers"):
+    with pytest.raises(UserError, match="generation with num_beams=4 needs --engine transf"):
         ours.generate_until(requests(("some", {"num_beams": 4})), disable_tqdm=True)
 
 

@@ -150,11 +150,9 @@ def test_two_processes_quantise_their_rows_as_one_does_all(quantizer: str, rows:
             both.wait()
             return every
 
-        matrix = Matrix(
-            first_row=rank * rows,
-            reduce_sum=lambda parts: held_by_both(parts).sum(0),
-            reduce_max=lambda parts: held_by_both(parts).amax(0),
-        )
+        matrix = Matrix(first_row=rank * rows)
+        matrix.reduce_sum = lambda parts: held_by_both(parts).sum(0)
+        matrix.reduce_max = lambda parts: held_by_both(parts).amax(0)
         try:
             return select(weight[rows:] if rank else weight[:rows], config, matrix=matrix)
         except BaseException:
@@ -168,6 +166,8 @@ def test_two_processes_quantise_their_rows_as_one_does_all(quantizer: str, rows:
         if (wanted := getattr(whole, part)) is not None:
             joined = torch.cat([getattr(first, part), getattr(second, part)])
             torch.testing.assert_close(joined, wanted)
+    effective = torch.cat([first.effective(weight[:rows]), second.effective(weight[rows:])])
+    torch.testing.assert_close(effective, whole.effective(weight))
     assert first.weight_scale.dim() == second.weight_scale.dim() == whole.weight_scale.dim()
 
 

@@ -52,16 +52,16 @@ class StoredModel:
     @property
     def title(self) -> str:
         """Name for files made from the model: that of the folder, of the run, or on the hub."""
-        path = Path(self.name).absolute()
+        path = Path(self.name.partition("@")[0]).absolute()
         return (path.parent if path.name == "final" else path).name
 
     @property
     def trained_context_length(self) -> int | None:
         """The sequence length with which a checkpoint of ours was trained; None for any other."""
-        runs = [self.folder / "train_config.json"]
-        runs += [self.folder.parent / "config.json"] if self.folder.name == "final" else []
-        lengths = [read_json_if_there(path).get("sequence_length") for path in runs]
-        lengths.append(read_json_if_there(self.folder / CONFIG_FILE).get(TRAINED_CONTEXT))
+        own, key = self.folder / "train_config.json", "sequence_length"
+        places = [(own, key), (self.folder / CONFIG_FILE, TRAINED_CONTEXT)]
+        places += [(self.folder.parent / "config.json", key)] if self.folder.name == "final" else []
+        lengths = (read_json_if_there(path).get(name) for path, name in places)
         return next((each for each in lengths if type(each) is int and each > 0), None)
 
     @cached_property

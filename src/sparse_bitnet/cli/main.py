@@ -53,7 +53,8 @@ def usage() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one verb. Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
+    """Run one verb. Exit codes: 0 done, 2 bad input or full disk (one line on stderr), 130 interrupted,
+    141 closed pipe."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] in (["-h"], ["--help"], ["help"]) and arguments[1:]:
         arguments = [*arguments[1:], "--help"]
@@ -106,11 +107,13 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # A second error at exit would be noise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            sys.stdout.flush()
+        except OSError:  # a second error at exit would be noise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader of our output has gone (`| head`)
             sys.exit(141)
-        _fail(f"cannot write the output: {error.strerror}")
+        _fail(f"cannot write {error.filename or 'the output'}: {error.strerror}")
 
 
 def _fail(message: str) -> NoReturn:

@@ -27,15 +27,12 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 _OPTIONS = (
-    "until",
-    "max_gen_toks",
-    "do_sample",
-    "temperature",
-    "top_p",
-    "top_k",
-    "repetition_penalty",
+    *("until", "max_gen_toks", "do_sample", "temperature", "repetition_penalty"),
+    *("top_p", "top_k", "min_p", "typical_p", "length_penalty", "early_stopping"),
 )
 """Options of generation that the engine follows, or that change no greedy text."""
+_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "use_cache": True}
+"""Values of other options that change no greedy text."""
 
 
 class EngineLM(TemplateLM):
@@ -51,6 +48,13 @@ class EngineLM(TemplateLM):
         # transformers applies the model's own by default.
         own = read_json_if_there(Path(model.folder) / "generation_config.json")
         self.penalty = own.get("repetition_penalty") or 1.0
+        if not isinstance(self.penalty, int | float):
+            raise UserError(
+                f"{model.folder}/generation_config.json: repetition_penalty is no number"
+            )
+        self._check(
+            {name: own[name] for name in ("num_beams", "no_repeat_ngram_size") if name in own}
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -140,6 +144,12 @@ class EngineLM(TemplateLM):
         texts = {id(generation.request): generation.text for generation in bar}
         return [texts[id(request)] for request in wanted]
 
+    def _check(self, options: dict[str, Any]) -> None:
+        """Raise `UserError` for an option of generation that the engine does not follow."""
+        for name, value in options.items():
+            if name not in _OPTIONS and value is not None and value != _NEUTRAL.get(name, ...):
+                raise UserError(f"generation with {name}={value} needs --engine transformers")
+
     def _request(self, context: str, options: dict[str, Any]) -> GenerationRequest:
         known: dict[str, Any] = dict(normalize_gen_kwargs(options, 256))  # as in lm-eval
         until = handle_stop_sequences(known.get("until"), eos=None)
@@ -153,9 +163,7 @@ class EngineLM(TemplateLM):
             raise UserError(
                 "the task samples, which needs --engine transformers: the CPU engine is greedy"
             )
-        for name, value in known.items():
-            if name not in _OPTIONS and value not in (None, False, True, 0, 1):
-                raise UserError(f"the task sets {name}={value}, which needs --engine transformers")
+        self._check(known)
         return GenerationRequest(
             prompt=self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id],
             max_tokens=most,
@@ -164,6 +172,6 @@ class EngineLM(TemplateLM):
             is_start=True,
             stop_tokens=self.model.end_tokens | {self.eot_token_id},
             sampling=SamplingOptions(
-                temperature=0, repetition_penalty=known.get("repetition_penalty", self.penalty)
+                temperature=0, repetition_penalty=known.get("repetition_penalty") or self.penalty
             ),
         )

@@ -120,7 +120,7 @@ def nm_enum_bits(pattern: NMPattern, groups: int) -> int:
 
 @cache
 def nm_enum_groups_per_word(pattern: NMPattern) -> int:
-    """Return the number of groups per word that takes the fewest bits per group, within 64 bits."""
+    """Return the smallest number of groups per word that takes the fewest bits per group, within 64."""
     counts = range(1, NM_ENUM_WORD_BITS + 1)
     fitting = [count for count in counts if nm_enum_bits(pattern, count) <= NM_ENUM_WORD_BITS]
     return min(fitting, key=lambda count: nm_enum_bits(pattern, count) / count)

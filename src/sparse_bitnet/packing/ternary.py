@@ -28,6 +28,8 @@ class TernaryWeight(NamedTuple):
     def values(self) -> Values:
         """The weights, float32 [out_features, in_features]."""
         library = _library(self.codes)
+        if 0 in self.codes.shape:  # a process of a sharded model may hold no row
+            return library.asarray(self.codes, dtype=library.float32)
         scales = library.asarray(self.weight_scale, dtype=library.float32)
         runs = self.codes.reshape(*scales.shape, -1)
         return (runs * scales[..., None]).reshape(self.codes.shape)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def hidden_states(
     model: "PreTrainedModel", input_ids: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
-    """Return the decoder's last ones, [batch, sequence, hidden_size], times the scale of the logits."""
+    """Return the last hidden states, [batch, sequence, hidden_size], times the scale of the logits."""
     at, packed = None, {} if position_ids is None else {"position_ids": position_ids}
     if position_ids is not None and has_states(model):
         (input_ids, at), packed = _apart(input_ids, position_ids), {}
