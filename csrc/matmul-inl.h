@@ -4,7 +4,7 @@
 // of them INLINE:
 //   constexpr int tokens_together                    tokens of four rows whose sums stay in registers
 //   constexpr int tile_vectors, tile_tokens          and where tiles are multiplied, see matmul_tiles-inl.h
-//   constexpr std::int64_t tile_from[]               by format, the count of tokens from which tiles are faster
+//   constexpr std::int64_t tile_from[]               by format, from how many tokens tiles are faster; AMD: multiply_on
 //   constexpr int strip_tile_from                    the same of i2 with group scales; lookup: two thirds
 //   constexpr int strips_together                    strips of i2 that are multiplied at once
 //   Small dot_codes(Small, Bytes codes, Bytes x)     each 32-bit lane: plus four products, of codes 0, 1, 2; and for Fours x
