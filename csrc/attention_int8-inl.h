@@ -236,7 +236,7 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
   for (int b = 0; b < blocks; ++b) {
     const int begin = on_unit + left * b / blocks, end = on_unit + left * (b + 1) / blocks;
     const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));
-    FOR_ROWS(score_rows_of, end - begin, some, b == 0 ? values - keys : 0)
+    FOR_ROWS(score_rows_of, end - begin, some, b == 0 ? values - keys : 0)  // one block prefetches for all
   }
   for (int r = 0; r < rows; ++r) {
     maxima.largest[r] = scale_scores(work, first + r, scores + r * page_tokens);
@@ -266,7 +266,7 @@ TARGET static void attend_int8(const PageAttention& work, Unit* unit, std::int64
   for (int b = 0; b < blocks; ++b) {
     const int begin = on_unit + left * b / blocks, end = on_unit + left * (b + 1) / blocks;
     const Int8Rows some = rows_from(all, begin, keys_seen(work, first + end - 1));
-    FOR_ROWS(value_rows_of, end - begin, some, b == 0 ? to_next : 0)
+    FOR_ROWS(value_rows_of, end - begin, some, b == 0 ? to_next : 0)  // as above
   }
 }
 

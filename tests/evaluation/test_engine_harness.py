@@ -73,8 +73,7 @@ def tasks(tmp_path_factory):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, rest in TASKS.items():
         text = "" if name == "rolling" else "{{question}}:"
-        content = HEAD.format(name=name, path=data, text=text) + rest
-        (folder / f"{name}.yaml").write_text(content)
+        (folder / f"{name}.yaml").write_text(HEAD.format(name=name, path=data, text=text) + rest)
     return folder
 
 
@@ -132,7 +131,8 @@ def test_rolling_log_likelihoods_are_lm_evals(models):
 def test_generated_texts_are_lm_evals(models):
     kinds = [{"until": ["e"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 5}]
     asked = requests(*[(f"some {word}", kinds[place % 2]) for place, word in enumerate(WORDS)])
-    models[0].model.generation_config.repetition_penalty = models[1].penalty = 1.3
+    models[0].model.generation_config.repetition_penalty = 1.3
+    models[1].defaults["repetition_penalty"] = 1.3
     theirs, ours = (model.generate_until(asked, disable_tqdm=True) for model in models)
     assert ours == theirs
     assert len(set(ours)) > 1

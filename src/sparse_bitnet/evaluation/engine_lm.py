@@ -45,16 +45,10 @@ class EngineLM(TemplateLM):
         self.max_length = model.engine.context_length
         # lm-eval's own tokenisation and special tokens go through transformers'.
         self.tokenizer: Any = load_tokenizer(model.folder)
-        # transformers applies the model's own by default.
+        # The model's own options, which transformers follows unless a task sets them.
         own = read_json_if_there(Path(model.folder) / "generation_config.json")
-        self.penalty = own.get("repetition_penalty") or 1.0
-        if not isinstance(self.penalty, int | float):
-            raise UserError(
-                f"{model.folder}/generation_config.json: repetition_penalty is no number"
-            )
-        self._check(
-            {name: own[name] for name in ("num_beams", "no_repeat_ngram_size") if name in own}
-        )
+        names = ("repetition_penalty", "num_beams", "no_repeat_ngram_size")
+        self.defaults = {name: own[name] for name in names if name in own}
 
     @property
     def eot_token_id(self) -> int:
@@ -144,14 +138,9 @@ class EngineLM(TemplateLM):
         texts = {id(generation.request): generation.text for generation in bar}
         return [texts[id(request)] for request in wanted]
 
-    def _check(self, options: dict[str, Any]) -> None:
-        """Raise `UserError` for an option of generation that the engine does not follow."""
-        for name, value in options.items():
-            if name not in _OPTIONS and value is not None and value != _NEUTRAL.get(name, ...):
-                raise UserError(f"generation with {name}={value} needs --engine transformers")
-
     def _request(self, context: str, options: dict[str, Any]) -> GenerationRequest:
-        known: dict[str, Any] = dict(normalize_gen_kwargs(options, 256))  # as in lm-eval
+        given = {name: value for name, value in options.items() if value is not None}
+        known: dict[str, Any] = dict(normalize_gen_kwargs(self.defaults | given, 256))  # lm-eval's
         until = handle_stop_sequences(known.get("until"), eos=None)
         most = known["max_gen_toks"]
         if most >= self.max_length:
@@ -163,7 +152,12 @@ class EngineLM(TemplateLM):
             raise UserError(
                 "the task samples, which needs --engine transformers: the CPU engine is greedy"
             )
-        self._check(known)
+        for name, value in known.items():
+            if name not in _OPTIONS and value is not None and value != _NEUTRAL.get(name, ...):
+                raise UserError(f"generation with {name}={value} needs --engine transformers")
+        penalty = known.get("repetition_penalty") or 1.0
+        if not isinstance(penalty, int | float):
+            raise UserError(f"repetition_penalty={penalty!r} of a task or the model is no number")
         return GenerationRequest(
             prompt=self.tok_encode(context)[most - self.max_length :] or [self.prefix_token_id],
             max_tokens=most,
@@ -171,7 +165,5 @@ class EngineLM(TemplateLM):
             stop=tuple(string for string in until if string),
             is_start=True,
             stop_tokens=self.model.end_tokens | {self.eot_token_id},
-            sampling=SamplingOptions(
-                temperature=0, repetition_penalty=known.get("repetition_penalty") or self.penalty
-            ),
+            sampling=SamplingOptions(temperature=0, repetition_penalty=penalty),
         )

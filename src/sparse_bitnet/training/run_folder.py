@@ -119,8 +119,8 @@ def finished_result(run: Path, config: TrainConfig, data: dict[str, Any]) -> Run
         return None
     with library_errors_as(f"{path} is damaged"):
         result = RunResult(**read_json(path))
-        shown = (result.steps, result.tokens, result.validation_tokens, result.zero_fraction)
-        sum((*shown, result.validation_perplexity, result.flip_rate or 0))  # fails unless they are
+        numbers = (result.steps, result.tokens, result.validation_tokens, result.zero_fraction)
+        sum((*numbers, result.validation_perplexity, result.flip_rate or 0))  # fails for others
     check_inputs(run, result.data, data)
     if (scored := read_config(run).validation_tokens) != config.validation_tokens:
         raise UserError(
