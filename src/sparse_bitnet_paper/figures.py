@@ -18,9 +18,8 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pandas as pd
 
-from sparse_bitnet.errors import library_errors_as
 from sparse_bitnet_paper.paper import paper
-from sparse_bitnet_paper.results import DETAILS, Results
+from sparse_bitnet_paper.results import Results
 from sparse_bitnet_paper.runs import ABLATIONS
 from sparse_bitnet_paper.scales import DENSE_PATTERN
 from sparse_bitnet_paper.weight_counts import BIN_CENTRES, BIN_WIDTH, NEAR_ZERO
@@ -226,8 +225,7 @@ def dense_figures(results: Results) -> dict[str, Any]:
             break
     else:
         return {}
-    with library_errors_as(f"{results.path / DETAILS} lacks a run: bring the file back"):
-        known = {weight: results.details[own.name[0]]["weights"] for weight, own in rows.items()}
+    known = {weight: results.details[own.name[0]]["weights"] for weight, own in rows.items()}
     parts = {
         weight: {name: pd.Series(part) for name, part in own["final"].items()}
         for weight, own in known.items()

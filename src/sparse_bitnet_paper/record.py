@@ -14,6 +14,7 @@ import pandas as pd
 from sparse_bitnet.checkpoint.load import from_pretrained, load_tokenizer
 from sparse_bitnet.checkpoint.saved_steps import list_checkpoints
 from sparse_bitnet.data.shards import TokenDataset
+from sparse_bitnet.errors import UserError
 from sparse_bitnet.evaluation.perplexity import perplexity
 from sparse_bitnet.nn.layer import SparseBitConfig
 from sparse_bitnet.pattern import NMPattern
@@ -136,6 +137,10 @@ def weight_history(config: TrainConfig, final: pd.DataFrame, pattern: NMPattern)
         # A checkpoint saved on an interruption lies between the regular ones.
         if checkpoint.step % config.checkpoint_every == 0 and checkpoint.step < config.steps:
             history[checkpoint.step] = count_checkpoint(checkpoint.path, pattern=pattern)
+    if lost := set(range(0, config.steps, config.checkpoint_every)) - history.keys():
+        raise UserError(
+            f"{config.out} lacks its checkpoint of step {min(lost)}: remove that folder"
+        )
     history[config.steps] = final
     masses = {step: shares(layers)["near_zero_mass"] for step, layers in history.items()}
     return {

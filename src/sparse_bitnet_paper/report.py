@@ -31,7 +31,7 @@ _SPREAD = re.compile(r"([-+]?[\d.,]+(?: %)?)[ \n]((?:norm|[-+±\d\[]).*)")
 def write_report(
     folders: Sequence[Path], document: Path, engine: Path | None = None
 ) -> list[Results]:
-    """Render sets of results and return them.
+    """Render sets of results; return those with models of the paper.
 
     Args:
         folders: of `reproduce`, in the order of their pages.
@@ -48,7 +48,7 @@ def write_report(
         path = document.parent / name
         make_folder(path.parent)
         write_atomic(path, text)
-    return sets
+    return [results for results in sets if _is_of_the_paper(results)]
 
 
 def markdown_report(

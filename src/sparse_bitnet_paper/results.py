@@ -95,7 +95,10 @@ class Results:
     def details(self) -> dict[str, dict[str, Any]]:
         """Curves and weights of each run by name; see `record`. Raises `UserError` for a damaged file."""
         lines = read_lines(self.path / DETAILS, ("run", "curves", "weights"))
-        return {line.pop("run"): line for line in lines}
+        details = {line.pop("run"): line for line in lines}
+        if lost := set(self.rows.name) - details.keys():
+            raise UserError(f"{self.path / DETAILS} lacks {min(lost)}: bring the file back")
+        return details
 
     @cached_property
     def curves(self) -> pd.DataFrame:
