@@ -42,11 +42,6 @@ class Job:
     finish: str
 
 
-def lengths(count: int, longest: int, rng: random.Random) -> list[int]:
-    """Return prompt lengths, most of them short and some long."""
-    return [max(1, int(longest * rng.random() ** 3)) for _ in range(count)]
-
-
 def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespace) -> list[Job]:
     """Return prompts with their serial continuations."""
     opened = open_model(checkpoint, engine)
@@ -65,9 +60,9 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
     kinds = [kind for kind in options.kinds if possible[kind]]
     grammars = opened.grammars()
     jobs: list[Job] = []
-    for number, size in enumerate(
-        track(lengths(options.prompts, longest, rng), "serial run", transient=True)
-    ):
+    # Most prompts are short and some long.
+    sizes = [max(1, int(longest * rng.random() ** 3)) for _ in range(options.prompts)]
+    for number, size in enumerate(track(sizes, "serial run", transient=True)):
         kind = kinds[number % len(kinds)]
         wanted = rng.randint(max(options.max_tokens // 4, 1), options.max_tokens)
         body: dict[str, Any] = {"model": "model", "max_tokens": wanted, "temperature": 0}
@@ -77,14 +72,13 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
             assert template is not None
             messages = [{"role": "user", "content": opened.tokenizer.decode(prompt[:200])}]
             body |= {"messages": messages}
-            tools = None
             if kind == "tool":
                 assert syntax is not None
                 body |= {"tools": [TOOL], "tool_choice": "required"}
-                tools, reader = [TOOL], ToolCallReader(syntax, frozenset({"look_up"}))
+                reader = ToolCallReader(syntax, frozenset({"look_up"}))
                 function = FunctionTool.model_validate(TOOL["function"])
                 grammar = tool_grammar(syntax, [function], is_forced=True)
-            text = template.render(messages, **({"tools": tools} if tools else {}))
+            text = template.render(messages, tools=body.get("tools"))
             prompt = opened.tokenizer.encode(text, add_special_tokens=False)
         else:
             plain = [job.prompt for job in jobs if "prompt" in job.body]

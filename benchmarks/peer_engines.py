@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from sparse_bitnet import _cpu
 from sparse_bitnet.bench.child import OURS as OUR_CHILD
 from sparse_bitnet.bench.child import Child, cache_tokens
 from sparse_bitnet.errors import UserError
+from sparse_bitnet.provenance import versions
 
 OURS = "sparse-bitnet"
 TYPES = ("tq1_0", "tq2_0", "q2_0", "i2_s")
@@ -51,30 +53,23 @@ def engines_of(
 
 
 def our_engines(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Iterable[Engine]:
-    for threads in options.threads:
-        for isa in options.isa:
-            for weight_format in options.weight_format:
-                # The variable, as a user would force it, reaches every part of the engine.
-                environment = {"SPARSE_BITNET_ISA": isa} if isa else {}
-                child = stack.enter_context(Child(OUR_CHILD, environment))
-                loaded = child.ask(
-                    {
-                        "op": "load",
-                        "folder": str(folder),
-                        "options": {
-                            "threads": threads,
-                            "weight_format": weight_format,
-                            "context_length": max(options.prompt, options.steps),
-                            "cache_tokens": cache_tokens([options.prompt], [], [1], options.steps),
-                        },
-                    }
-                )
+    for threads, isa, name in product(options.threads, options.isa, options.weight_format):
+        # The variable, as a user would force it, reaches every part of the engine.
+        environment = {"SPARSE_BITNET_ISA": isa} if isa else {}
+        child = stack.enter_context(Child(OUR_CHILD, environment))
+        chosen = {
+            "threads": threads,
+            "weight_format": name,
+            "context_length": max(options.prompt, options.steps),
+            "cache_tokens": cache_tokens([options.prompt], [], [1], options.steps),
+        }
+        loaded = child.ask({"op": "load", "folder": str(folder), "options": chosen})
 
-                def measure(phase: str, tokens: int, child: Child = child) -> float:
-                    question = {"op": phase, "tokens": tokens, "steps": tokens}
-                    return child.ask({**question, "context": 0, "batch": 1})["seconds"]
+        def measure(phase: str, tokens: int, child: Child = child) -> float:
+            question = {"op": phase, "tokens": tokens, "steps": tokens}
+            return child.ask({**question, "context": 0, "batch": 1})["seconds"]
 
-                yield Engine(OURS, loaded["weight_format"], loaded["isa"], threads, measure)
+        yield Engine(OURS, loaded["weight_format"], loaded["isa"], threads, measure)
 
 
 def llama_cpp_engines(
@@ -154,9 +149,5 @@ def llama_bench(command: list[str], phase: str, tokens: int) -> float:
 
 
 def version_of(engine: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version({"llama.cpp": "llama-cpp-python"}.get(engine, engine))
-    except PackageNotFoundError:
-        return ""
+    package = {"llama.cpp": "llama-cpp-python"}.get(engine, engine)
+    return versions([package]).get(package, "")

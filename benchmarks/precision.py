@@ -86,11 +86,10 @@ def closeness(folder: Path, tokens: list[int], context: int) -> dict:
         engine_step = lambda new, s=sequence: engine.forward([(s, new)])[0]  # noqa: E731
         same += greedy(engine_step, prompt) == greedy(reference_step(model), prompt)
         sequence.close()
-    isa = engine.isa
     engine.close()
     return {
         "what": "closeness",
-        "isa": isa,
+        "isa": engine.isa,
         "tokens": len(tokens),
         "relative_error_median": float(np.median(error)),
         "relative_error_largest": float(error.max()),

@@ -13,6 +13,7 @@ import argparse
 import time
 from pathlib import Path
 
+import numpy as np
 from recorded import record
 from rich.console import Console
 
@@ -31,9 +32,7 @@ def follow(engine: Engine, text: list[int]) -> None:
     def computed(batch, logits):
         logits_of = compute(batch, logits)
         for (sequence, tokens), rows in zip(batch, logits_of, strict=False):
-            for row, place in zip(
-                rows[::-1] if rows.ndim > 1 else [rows], range(len(tokens)), strict=False
-            ):
+            for place, row in enumerate(np.atleast_2d(rows)[::-1]):
                 end = len(sequence) + len(tokens) - place
                 if end < len(text):
                     row[text[end]] = 1e6

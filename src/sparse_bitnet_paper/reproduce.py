@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from sparse_bitnet.data.documents import SPLITS
 from sparse_bitnet.data.preparation import prepare
@@ -42,9 +44,6 @@ from sparse_bitnet_paper.results import (
 from sparse_bitnet_paper.runs import Run, plan
 from sparse_bitnet_paper.scales import Scale
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _REPORT_SECONDS = 0.25
 
 
@@ -66,7 +65,7 @@ def reproduce(
     seeds: int | None = None,
     data: Path | None = None,
     workers: int | None = None,
-    console: "Console",
+    console: Console,
 ) -> Outcome:
     """Train every run of some experiments that `out` does not hold yet.
 
@@ -90,7 +89,11 @@ def reproduce(
             raise UserError(f"{data} holds conversations: the experiments train on plain text")
         results.open(make_setting(scale, {split.split: split.identity() for split in splits}))
         pending = [run for run in runs if run.name not in set(results.rows.name)]
-        at_once = min(workers or default_workers(scale), max(1, len(pending)))
+        # By default as many runs as fit the cores with the recipe's threads.
+        threads = scale.recipe.threads
+        on_cpu = resolve_device(scale.recipe.device).type == "cpu"
+        fitting = available_cores() // threads if on_cpu and threads else 1
+        at_once = min(workers or scale.workers or max(1, fitting), max(1, len(pending)))
         with Progress(console, plain_lines=5) as progress:
             queue = _Queue(results, pending, progress)
             for run, result in _trained(queue, out, data, queue.step, at_once):
@@ -203,15 +206,6 @@ class _Queue:
             f"{head}: perplexity {row['perplexity']:.3f}, {row['seconds']:.0f} s, "
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
-
-
-def default_workers(scale: Scale) -> int:
-    """Return the scale's own number, or as many runs as fit the cores with the recipe's threads."""
-    if scale.workers is not None:
-        return scale.workers
-    threads = scale.recipe.threads
-    on_cpu = resolve_device(scale.recipe.device).type == "cpu"
-    return max(1, available_cores() // threads) if on_cpu and threads else 1
 
 
 def _trained(

@@ -14,7 +14,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.ops.nm_mask import nm_mask
 from sparse_bitnet.packing import formats
 from sparse_bitnet.packing.codec import pack
-from sparse_bitnet.packing.formats import check_layout, needs_exact, row_bytes
+from sparse_bitnet.packing.formats import needs_exact, row_bytes
 from sparse_bitnet.pattern import MAX_GROUP, NMPattern
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -94,4 +94,4 @@ def test_bits_per_weight_are_as_documented(
 def test_rows_that_are_too_long_or_too_short_are_refused() -> None:
     for in_features in (0, 2**23 + 8):
         with pytest.raises(UserError, match=r"layer k_proj: in_features .* is not within"):
-            check_layout("i2", NMPattern(6, 8), in_features, "k_proj")
+            row_bytes("i2", NMPattern(6, 8), in_features, layer="k_proj")

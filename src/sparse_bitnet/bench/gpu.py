@@ -125,8 +125,7 @@ def for_inference_(model: Any, variant: str) -> Any:
 
 
 def measure(options: GpuBenchOptions, phase: str, pattern: str, done: list[Row]) -> Iterator[Row]:
-    """Yield rows of one phase and pattern, all variants of a size at a time; sizes in `done` are
-    skipped.
+    """Yield rows of one phase and pattern, all variants of a size at a time; sizes in `done` are skipped.
 
     Training variants are built, measured and freed one after another, so that only one model and its
     optimiser must fit. Without `--batch`, training uses the largest batch that fits for all variants.

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from rich import box
+from rich.table import Table
 
 from sparse_bitnet.bench.child import OURS, Child, cache_tokens
 from sparse_bitnet.bench.options import BenchOptions
@@ -25,9 +28,6 @@ from sparse_bitnet.engine.architecture import read_architecture
 from sparse_bitnet.errors import UserError, refuse_unused
 from sparse_bitnet.pattern import NMPattern
 from sparse_bitnet.presets import PRESETS
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 READ_BYTES = 512 << 20
 """Bytes to read in the roofline's measurement: more than any cache holds."""
@@ -250,11 +250,8 @@ def _row(options: BenchOptions, job: _Job, meter: RooflineMeter, others_share: f
     }
 
 
-def table(rows: list[Row]) -> "Table":
+def table(rows: list[Row]) -> Table:
     """Return tokens per second and shares of the roofline: one line per measurement."""
-    from rich import box
-    from rich.table import Table
-
     first = rows[0]
     shown = Table(
         title=f"{first['model']} {first['pattern']}, kv-cache {first['kv_cache']}",

@@ -29,7 +29,7 @@ from sparse_bitnet.checkpoint.gguf_tokenizer import write_tokenizer
 from sparse_bitnet.checkpoint.load import load_with
 from sparse_bitnet.errors import UserError
 from sparse_bitnet.layer_config import GATES
-from sparse_bitnet.packing.gguf_blocks import I2_S, I2_S_ARM, in_arm_order
+from sparse_bitnet.packing.gguf_blocks import I2_S, I2_S_ARM
 from sparse_bitnet.packing.ternary import TernaryWeight, ternary_of_floats, with_fewest_scales
 
 if TYPE_CHECKING:
@@ -269,7 +269,8 @@ class GgufCheckpoint(Checkpoint):
             tells = True
             rows = np.abs(self._stored_ternary(up).codes).mean(1)
             columns = np.abs(self._stored_ternary(down).codes).mean(0)
-            by_arm = in_arm_order(columns.reshape(-1, I2_S.codes)).reshape(-1)
+            # In a block of four runs of 32, ARM stores the first half of each run first.
+            by_arm = columns.reshape(-1, 4, 2, 16).swapaxes(1, 2).reshape(-1)
             with np.errstate(invalid="ignore"):
                 fits = [np.corrcoef(rows, order)[0, 1] for order in (columns, by_arm)]
             squares += len(rows) * np.nan_to_num(np.square(fits))

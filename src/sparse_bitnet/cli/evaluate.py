@@ -7,14 +7,12 @@ that the numbers are those of the PyTorch code; --head and --kv-cache show what 
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from sparse_bitnet.cli.arguments import APPENDED, command
+from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.errors import UserError, check_least, refuse_unused
-from sparse_bitnet.files import check_new_file
-
-if TYPE_CHECKING:
-    from sparse_bitnet.engine.engine_options import EngineOptions
+from sparse_bitnet.files import check_new_file, write_atomic
 
 _ENGINE_FIELDS = ("head", "kv_cache", "activations", "threads")
 _SHARED = ("batch_size", "precision", "device")
@@ -119,8 +117,6 @@ def main(checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."], config: Eval
         check_new_file(config.out)
     from sparse_bitnet.checkpoint.model_folder import is_gguf
     from sparse_bitnet.checkpoint.open_checkpoint import find_checkpoint, resolve_checkpoint
-    from sparse_bitnet.engine.engine_options import EngineOptions
-    from sparse_bitnet.files import write_atomic
     from sparse_bitnet.generation.open_model import runnable_folder
 
     models = dict[str, tuple[str, EngineOptions | None]]()
@@ -134,12 +130,11 @@ def main(checkpoints: Annotated[tuple[str, ...], "CHECKPOINT ..."], config: Eval
         write_atomic(config.out, json.dumps(result, indent=2) + "\n")
 
 
-def _engine_options(checkpoint: str, config: EvaluateConfig) -> "EngineOptions | None":
+def _engine_options(checkpoint: str, config: EvaluateConfig) -> EngineOptions | None:
     """Return the options of the CPU engine where it scores the checkpoint; None where PyTorch does.
 
     Raises `UserError` for options of the engine where it does not run, and the other way round.
     """
-    from sparse_bitnet.engine.engine_options import EngineOptions
     from sparse_bitnet.generation.open_model import why_not_cpu
 
     options = EngineOptions(

@@ -139,9 +139,8 @@ def check_template(
 def end_of_turn_tokens(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Return the ids of the tokens that a tokenizer's chat template puts right after an answer.
 
-    The token after the last answer comes first; the one between an answer and the next message follows
-    if it differs. Empty for a template that ends answers with plain text, or fails on a plain
-    conversation.
+    The token after the last answer comes first; the one between an answer and the next message follows if
+    it differs. Empty for a template that ends answers with plain text, or fails on a plain conversation.
     """
     answer = "the answer"
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] * 2

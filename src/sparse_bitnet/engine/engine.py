@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from sparse_bitnet import _cpu
-from sparse_bitnet.engine.architecture import HUNYUAN, Architecture
+from sparse_bitnet.engine.architecture import HUNYUAN
 from sparse_bitnet.engine.engine_model import EngineModel, choose_head, open_engine_model
 from sparse_bitnet.engine.engine_options import EngineOptions
 from sparse_bitnet.engine.protocol import CacheFull, EngineSequence, InferenceEngine, WhichLogits
@@ -44,8 +44,7 @@ class Engine(InferenceEngine):
         """See `load`."""
         started = time.perf_counter()
         model = open_engine_model(folder)
-        self.architecture: Architecture = model.architecture
-        sizes = model.architecture
+        self.architecture = sizes = model.architecture
         super().__init__(sizes.vocab, sizes.hidden, sizes.positions, options.context_length)
         self.head_format = choose_head(model, options.head)
         threads = options.threads or available_cores()

@@ -8,9 +8,10 @@ truncation, the same sums. Only the order of the work differs.
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval import utils
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs
 from tqdm import tqdm
@@ -22,9 +23,6 @@ from sparse_bitnet.generation.open_model import OpenModel
 from sparse_bitnet.generation.request import GenerationRequest
 from sparse_bitnet.generation.sampling_options import SamplingOptions
 from sparse_bitnet.generation.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
 
 _OPTIONS = (
     *("until", "max_gen_toks", "do_sample", "temperature", "repetition_penalty"),
@@ -113,7 +111,7 @@ class EngineLM(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(
-        self, requests: "list[Instance]", disable_tqdm: bool = False
+        self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return log-probabilities of whole texts, in windows that do not overlap."""
         totals: list[float] = []
@@ -129,7 +127,7 @@ class EngineLM(TemplateLM):
             totals.append(sum(value for value, _ in scores))
         return totals
 
-    def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return texts up to a stop string, greedy."""
         wanted = [self._request(*request.args) for request in requests]
         scheduler = Scheduler(self.model.engine, max_running=self.batch_size)

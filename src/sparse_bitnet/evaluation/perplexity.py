@@ -159,10 +159,9 @@ def _engine_loss(
 
     total, done = 0.0, 0
     for generation in scheduler.run(requests()):
-        losses = [-entry.logprob for entry in generation.prompt_scores if entry.logprob is not None]
-        losses = list(itertools.compress(losses, under_way.pop(id(generation.request))))
-        total += sum(losses)
-        done += len(losses)
+        scored = under_way.pop(id(generation.request))
+        total -= sum(s.logprob or 0.0 for s in itertools.compress(generation.prompt_scores, scored))
+        done += int(scored.sum())
         on_batch(done)
     return mean_of(total, done)
 

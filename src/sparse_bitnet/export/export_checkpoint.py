@@ -79,8 +79,8 @@ def export(
     out: str | Path,
     config: ExportConfig,
     *,
-    on_progress: OnProgress | None = None,
-    on_verified: OnProgress | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+    on_verified: OnProgress = lambda done, total: None,
 ) -> Export:
     """Write a trained model in the format of another tool; verify it if `config.verify` is set.
 
@@ -118,7 +118,7 @@ def export(
 
 
 def write(
-    source: Checkpoint, out: Path, config: ExportConfig, on_progress: OnProgress | None = None
+    source: Checkpoint, out: Path, config: ExportConfig, on_progress: OnProgress = lambda *_: None
 ) -> None:
     """Check, then write the folder `out` in one step; see `export`."""
     assert config.embeddings is not None

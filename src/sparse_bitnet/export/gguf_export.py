@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export to GGUF, the format of llama.cpp and the tools built on it: ternary blocks, tokenizer,
-metadata.
+"""Export to GGUF, the format of llama.cpp and the tools built on it: ternary blocks, tokenizer, metadata.
 
 One file holds everything: sparse layers in the requested type, or in another one that their rows fill
 (`gguf_blocks`), as are ternary embeddings; norms and biases in float32, other embeddings in float16.
@@ -228,7 +227,7 @@ def write(
     source: Checkpoint,
     block: BlockType,
     embeddings: str,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> None:
     """Write the file, holding one tensor in memory at a time.
 
@@ -272,5 +271,4 @@ def write(
         for tensor in tensors:
             writer.write_tensor_data(tensor.make())
             done += tensor.nbytes
-            if on_progress is not None:
-                on_progress(done, total)
+            on_progress(done, total)

@@ -62,7 +62,7 @@ def converted(
     return [(TensorSpec(name, dtype, shape), pieces())]
 
 
-def write_safetensors(path: Path, tensors: Tensors, on_progress: OnProgress | None = None) -> None:
+def write_safetensors(path: Path, tensors: Tensors, on_progress: OnProgress) -> None:
     """Write one safetensors file, a tensor at a time.
 
     Raises `OSError` when the disk is full; the caller's folder is temporary.
@@ -72,8 +72,7 @@ def write_safetensors(path: Path, tensors: Tensors, on_progress: OnProgress | No
         for spec, pieces in tensors:
             file.write(spec.name, pieces)
             done += spec.nbytes
-            if on_progress is not None:
-                on_progress(done, total)
+            on_progress(done, total)
 
 
 def plain_config(config: dict[str, Any], dtype: "torch.dtype | str" = "float32") -> dict[str, Any]:

@@ -63,7 +63,7 @@ def import_checkpoint(
     pattern: NMPattern | None = None,
     packed: str | None = None,
     embeddings: str = "auto",
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Imported:
     """Write another tool's checkpoint as a folder of ours, with float32 masters or packed.
 
@@ -123,7 +123,7 @@ class _Foreign(Checkpoint):
         return True
 
 
-def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress | None) -> None:
+def _write_masters(source: _Foreign, out: Path, on_progress: OnProgress) -> None:
     """Write the folder `out` with float32 masters for the codes of another tool's checkpoint.
 
     Raises `UserError` for codes outside the format's pattern, and for scales that masters cannot have.

@@ -73,7 +73,7 @@ def pack_checkpoint(
     *,
     format: str = "auto",
     embeddings: str = "auto",
-    progress: OnProgress | None = None,
+    progress: OnProgress = lambda done, total: None,
 ) -> PackedSize:
     """Write the packed form of a trained checkpoint, one tensor in memory at a time.
 
@@ -176,7 +176,7 @@ def _write_tensors(
     metadata: PackedMetadata,
     tables: Tensors,
     path: Path,
-    progress: OnProgress | None,
+    progress: OnProgress,
 ) -> int:
     """Write all tensors; return the bytes of packed weights with their scales."""
     done, weight_bytes, specs = 0, 0, []
@@ -197,8 +197,7 @@ def _write_tensors(
             writer.write(f"{name}.weight_scale", [scales], tuple(scales.shape), scales.dtype)
             weight_bytes += packed.nbytes + scales.nbytes
             done += rows * in_features
-            if progress is not None:
-                progress(done, metadata.weights)
+            progress(done, metadata.weights)
         for spec, pieces in others:
             writer.write(spec.name, pieces)
     return weight_bytes

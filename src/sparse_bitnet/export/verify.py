@@ -20,7 +20,7 @@ import importlib.util
 import io
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,21 +93,19 @@ class Reader(NamedTuple):
     """Returns log-probabilities of the token after each one, float32 [len(tokens), vocabulary]."""
 
 
-@contextmanager
-def open_reader(format: str, folder: Path, context_length: int) -> Iterator[Reader]:
+def open_reader(format: str, folder: Path, context_length: int) -> AbstractContextManager[Reader]:
     """Load an export with its real reader; the end of the block frees the memory.
 
     Raises `UserError` when the reader refuses it.
     """
     if format.startswith("gguf"):
-        with llama_cpp_reader(folder / gguf_file_name(format), context_length) as reader:
-            yield reader
-        return
+        return llama_cpp_reader(folder / gguf_file_name(format), context_length)
     from transformers import AutoTokenizer
 
     packages = ["transformers"] + ["compressed-tensors"] * format.startswith("compressed-tensors")
     name = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    yield transformers_reader(folder, load_with(AutoTokenizer.from_pretrained, folder), name)
+    tokenizer = load_with(AutoTokenizer.from_pretrained, folder)
+    return contextlib.nullcontext(transformers_reader(folder, tokenizer, name))
 
 
 def transformers_reader(folder: Path, tokenizer: Any, name: str = "sparse-bitnet") -> Reader:

@@ -121,8 +121,7 @@ class Conversation:
 
     def answer(self, message: str, *, on_text: Callable[[str], None]) -> Generation:
         """Return the model's answer to a message, at most as long as the context has room for. Both
-        become part of the conversation; if Ctrl-C ends the answer, the part that `on_text` received
-        does.
+        become part of the conversation; if Ctrl-C ends the answer, the part that `on_text` received does.
 
         Raises `UserError` when the template refuses the message, and `ContextFull` when the context has
         no room for an answer; the conversation is then as before.

@@ -131,8 +131,7 @@ def _powers(scores: np.ndarray) -> np.ndarray:
 
 def _top_p(scores: np.ndarray, top_p: float) -> np.ndarray:
     """Return the ascending places of the tokens that remain when the least likely ones are removed whose
-    probabilities, added from below, reach at most 1 - top_p; of equally likely tokens the first go
-    first.
+    probabilities, added from below, reach at most 1 - top_p; of equally likely tokens the first go first.
 
     The cut is searched in bins of the scores, and in the bins of that bin, so that only a few tokens
     around it are sorted.

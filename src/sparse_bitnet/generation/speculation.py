@@ -2,16 +2,14 @@
 """Speculative decoding: draft tokens are computed together with the next token, and accepted where
 sampling gives the same tokens.
 
-The logits of a draft token are those of decoding one token at a time, so sampling is unchanged. The
-first draft token that differs from the sampled one ends the draft. The text equals that without
-speculation, token for token, sampled or greedy, under any penalty or grammar. So does its distribution
-(Leviathan et al. 2023, with a deterministic draft: accepted with the model's probability, else drawn
-from the rest).
+The logits of a draft token are those of decoding one token at a time, so sampling is unchanged. The first
+draft token that differs from the sampled one ends the draft. The text equals that without speculation,
+token for token, sampled or greedy, under any penalty or grammar. So does its distribution (Leviathan et
+al. 2023, with a deterministic draft: accepted with the model's probability, else drawn from the rest).
 
 Draft tokens come from the text itself (prompt lookup: the tokens that followed its last tokens before).
-Their number is estimated from measured times of forwards on this machine, and from the acceptance rate
-of similar drafts, which is updated without computing anything, so a text without repetitions costs
-nothing.
+Their number is estimated from measured times of forwards on this machine, and from the acceptance rate of
+similar drafts, which is updated without computing anything, so a text without repetitions costs nothing.
 """
 
 from bisect import bisect

@@ -15,8 +15,7 @@ from sparse_bitnet.variants.built_in import hadamard
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each token symmetrically to int8: x times 127 / max(|x|), the maximum being at least
-    1e-5.
+    """Quantise each token symmetrically to int8: x times 127 / max(|x|), the maximum being at least 1e-5.
 
     Args:
         x: float tensor [..., features].

@@ -60,19 +60,6 @@ def needs_exact(name: str) -> bool:
     return name == "nm-sign"
 
 
-def check_layout(name: str, pattern: NMPattern, in_features: int, layer: str) -> None:
-    """Raise `UserError` for an unknown format and, naming the layer, if a format does not support rows
-    of this length and pattern."""
-    if name not in FORMATS:
-        raise UserError(f"packed format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
-    pattern.check_divides(in_features, layer)
-    if not 1 <= in_features <= MAX_IN_FEATURES:
-        raise UserError(
-            f"layer {layer}: in_features {in_features:,} is not within 1..{MAX_IN_FEATURES:,}, the "
-            "range of the packed formats"
-        )
-
-
 def scale_group(shape: tuple[int, ...], rows: int, in_features: int) -> int | None:
     """Return how many weights of a row share one of the `shape` scales: `in_features` for one scale per
     row or matrix; None if a matrix [rows, in_features] has no scales of that shape."""
@@ -84,9 +71,17 @@ def scale_group(shape: tuple[int, ...], rows: int, in_features: int) -> int | No
 def row_bytes(name: str, pattern: NMPattern, in_features: int, *, layer: str = "(unnamed)") -> int:
     """Return the bytes of a packed row of `in_features` weights.
 
-    Raises `UserError` for an unknown format, and for a pattern or length that it does not support.
+    Raises `UserError` for an unknown format and, naming the layer, for a pattern or length that it does
+    not support.
     """
-    check_layout(name, pattern, in_features, layer)
+    if name not in FORMATS:
+        raise UserError(f"packed format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
+    pattern.check_divides(in_features, layer)
+    if not 1 <= in_features <= MAX_IN_FEATURES:
+        raise UserError(
+            f"layer {layer}: in_features {in_features:,} is not within 1..{MAX_IN_FEATURES:,}, the "
+            "range of the packed formats"
+        )
     if name in PLANES:
         block, plane_bytes = PLANES[name]
         blocks, tail = divmod(in_features, block)

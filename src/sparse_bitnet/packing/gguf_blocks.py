@@ -165,12 +165,6 @@ def _fields(run: int, step: int = 1) -> tuple[Encode, Encode]:
     return partial(_encode_fields, run=run, step=step), partial(_decode_fields, run=run, step=step)
 
 
-def in_arm_order(values: np.ndarray) -> np.ndarray:
-    """Reorder values [..., 128] of an I2_S block's codes into the order in which ARM stores them."""
-    parts = values.reshape(*values.shape[:-1], 4, 2, 16)
-    return parts.swapaxes(-3, -2).reshape(values.shape)
-
-
 def _decode_iq1_bn(blocks: np.ndarray) -> np.ndarray:
     digits = _five_of_a_byte(blocks, 5)[:, ::-1]
     fifteen = digits[:, :, :12].swapaxes(1, 2).reshape(-1, 4, 15)

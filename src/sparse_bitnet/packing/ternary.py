@@ -48,8 +48,7 @@ def with_fewest_scales(codes: Values, scales: Values, layer: str) -> TernaryWeig
     """Reduce scales [out_features or 1, runs of a row] to the fewest that give the same weights: one for
     the matrix, one per row, or one for each group of a size in `SCALE_GROUPS`.
 
-    The scale of codes that are all zero does not matter; it is returned as 0, or as 1 for a whole
-    matrix.
+    The scale of codes that are all zero does not matter; it is returned as 0, or as 1 for a whole matrix.
 
     Raises `UserError`, naming the layer, for codes above 1, scales that are not finite, and unsupported
     group sizes.

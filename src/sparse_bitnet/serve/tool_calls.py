@@ -254,8 +254,7 @@ def tool_grammar(
     bodies = []
     for place, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
-        is_bound = is_forced or function.strict
-        schema = {"type": "object"} | ((function.parameters if is_bound else None) or {})
+        schema = {"type": "object"} | ((function.parameters if function in bound else None) or {})
         rule = json_rule(schema, bool(function.strict))
         # One rule and line per function, with a comment that errors can name.
         bodies.append(f'body_{place}: {lark_text(head)} {rule} "}}" // tool {function.name}')

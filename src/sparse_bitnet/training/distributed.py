@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sparse_bitnet.errors import UserError, reason_of
@@ -28,7 +29,6 @@ from sparse_bitnet.training.device import blocks_of
 from sparse_bitnet.training.sharded_linear import local_rows, prepare_linears_
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    mesh: "DeviceMesh | None" = None
+    mesh: DeviceMesh | None = None
     """[replicate, shard]; None in one process, whose model is not split."""
     control_group: "dist.ProcessGroup | None" = field(default=None, repr=False)
     """Process group that exchanges objects between the training's collectives, on the CPU."""
@@ -159,8 +159,6 @@ def open_world(
         ) from error
     rank = dist.get_rank()
     try:
-        from torch.distributed.device_mesh import init_device_mesh
-
         yield World(
             rank=rank,
             size=size,

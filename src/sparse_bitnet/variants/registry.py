@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of scores, quantisers, activations and schedules by name, built in or your own. Free of
-torch.
+"""Registry of scores, quantisers, activations and schedules by name, built in or your own. Free of torch.
 
 An entry is a function. Its keyword-only parameters with defaults are its fields; the text form writes
 them after the name: `score=random:seed=3`, `quantizer=per-group:size=128`. A keyword-only parameter
