@@ -18,16 +18,16 @@ from sparse_bitnet.engine.run_time_formats import COLUMNS, measure_formats, row_
 from sparse_bitnet.pattern import NMPattern
 
 PATTERNS = {"8:8": False, "6:8": False, "2:4": False, "2:8": False, "3:4": True}
-"""And whether each group has exactly n non-zeros."""
+"""Patterns, and whether each of their groups has exactly n non-zeros."""
 SIZES = {"cache": 256 << 10, "memory": 256 << 20}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--isa", default="", help="the best by default")
+    parser.add_argument("--isa", default="", help="default: the best")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    parser.add_argument("--out", type=Path, help="JSON lines; default: in benchmarks/results/")
     options = parser.parse_args()
     kernels, rows = _cpu.Kernels.choose(options.isa), []
     for threads in options.threads:

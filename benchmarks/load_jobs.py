@@ -83,11 +83,11 @@ def make_jobs(checkpoint: str, engine: EngineOptions, options: argparse.Namespac
         else:
             plain = [job.prompt for job in jobs if "prompt" in job.body]
             if plain and rng.random() < 0.3:
-                # As a chat continues: what was there, and more.
+                # Like a chat that continues: an earlier prompt, and more.
                 prompt = (rng.choice(plain) + prompt)[:longest]
             body |= {"prompt": prompt}
             if kind == "schema":
-                # The one name that both servers know.
+                # Both servers know this name.
                 body |= {"json_schema": SCHEMA}
                 grammar = Grammar.json_schema(SCHEMA)
         generation = opened.continue_tokens(

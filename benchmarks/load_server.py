@@ -76,7 +76,7 @@ def text_of(choice: dict[str, Any]) -> str:
 
 
 async def stream(http: httpx.AsyncClient, job: Job, leave: bool, tally: Tally, ours: bool) -> None:
-    """Ask for one text and compare it."""
+    """Request one text and compare it with the expected one."""
     more = {"continuous_usage_stats": True} if ours else {}
     body = job.body | {"stream": True, "stream_options": {"include_usage": True} | more}
     began = time.perf_counter()
@@ -129,7 +129,7 @@ async def load(
     options: argparse.Namespace,
     ours: bool,
 ) -> tuple[Tally, float]:
-    """Results and the seconds they took, from the first request to the end of the last."""
+    """Return the results and the seconds from the first request to the end of the last."""
     tally = Tally()
     async with server as (address, process):
         limits = httpx.Limits(max_connections=options.streams)
@@ -194,18 +194,18 @@ def main() -> None:
     parser.add_argument("checkpoint", help="packed folder, or anything that `serve` takes")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--prompts", type=int, default=48, help="different ones")
-    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens of a text")
-    parser.add_argument("--context", type=int, default=1024, help="most tokens, prompt included")
+    parser.add_argument("--prompts", type=int, default=48, help="number of different prompts")
+    parser.add_argument("--max-tokens", type=int, default=64, help="maximum per text")
+    parser.add_argument("--context", type=int, default=1024, help="maximum tokens, with the prompt")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["text", *KINDS])
-    parser.add_argument("--llama-server", help="llama.cpp's, for the same requests")
-    parser.add_argument("--gguf", help="the same model as its file")
-    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    parser.add_argument("--llama-server", help="llama.cpp's program, to compare with")
+    parser.add_argument("--gguf", help="file of the same model for it")
+    parser.add_argument("--out", type=Path, help="JSON lines; default: in benchmarks/results/")
     own, arguments = sys.argv[1:], []
     if "--" in own:
         own, arguments = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    # Of the server's options, those of the engine are also the serial run's.
+    # The serial run gets the engine's options of the server.
     known = argparse.ArgumentParser()
     for option in dataclasses.fields(EngineOptions):
         kind = int if isinstance(option.default, int | None) else str

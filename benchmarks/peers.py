@@ -148,20 +148,20 @@ def line_of(row: Row) -> str:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen2.5-1.5b", help="a preset's shape")
+    parser.add_argument("--model", default="qwen2.5-1.5b", help="preset or published shape")
     parser.add_argument(
         "--scale-group", type=int, default=0, help="weights that share a scale; 0 for one a matrix"
     )
     parser.add_argument("--pattern", default="8:8", help="n:m of the random weights; 8:8 is dense")
     cores = available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}))
-    parser.add_argument("--isa", nargs="+", default=["", "avx2"], help='of ours; "": the best')
-    parser.add_argument("--weight-format", nargs="+", default=["auto"], help="of ours")
-    parser.add_argument("--type", nargs="*", default=["tq2_0", "tq1_0"], help="of llama.cpp")
+    parser.add_argument("--isa", nargs="+", default=["", "avx2"], help='our engine; "": the best')
+    parser.add_argument("--weight-format", nargs="+", default=["auto"], help="for our engine")
+    parser.add_argument("--type", nargs="*", default=["tq2_0", "tq1_0"], help="for llama.cpp")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3600, help="no new round after these")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no round after this")
     parser.add_argument("--llama-bench", type=Path, action="append", default=[])
     parser.add_argument("--gguf", action="append", default=[], help=f"a file, or {'/'.join(TYPES)}")
     parser.add_argument("--llama-bench-args", action="append", default=[])
@@ -169,9 +169,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--built-for", action="append", default=[], help="instruction set of each --llama-bench"
     )
     parser.add_argument(
-        "--models", type=Path, help="keeps the models; by default a temporary folder"
+        "--models", type=Path, help="folder to keep models in; default: a temporary one"
     )
-    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    parser.add_argument("--out", type=Path, help="JSON lines; default: in benchmarks/results/")
     options = parser.parse_args(arguments)
     if len(options.gguf) != len(options.llama_bench):
         parser.error("give one --gguf FILE for each --llama-bench PATH")

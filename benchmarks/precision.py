@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="compared with the reference")
     parser.add_argument("--cost-tokens", type=int, default=65536, help="scored with each variant")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--name", help="of the model, in the record")
-    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    parser.add_argument("--name", help="name of the model in the record")
+    parser.add_argument("--out", type=Path, help="JSON lines; default: in benchmarks/results/")
     options = parser.parse_args()
     tokens = TextTokenizer.load(options.folder).encode(options.text.read_text(encoding="utf-8"))
     rows = [closeness(options.folder, tokens[: options.tokens], options.context)]

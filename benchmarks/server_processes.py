@@ -15,7 +15,7 @@ import httpx
 
 @asynccontextmanager
 async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator[tuple[str, int]]:
-    """The server's address and process; it has to end by itself with code 0."""
+    """Yield the server's address and process id; the server must exit by itself with code 0."""
     command = [sys.executable, "-m", "sparse_bitnet", "serve", checkpoint, "--port", "0"]
     command += ["--model-name", "model", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -36,7 +36,7 @@ async def started_server(checkpoint: str, arguments: list[str]) -> AsyncIterator
 async def llama_server(
     program: str, gguf: str, threads: int, streams: int, context: int
 ) -> AsyncIterator[tuple[str, int]]:
-    """llama.cpp's, with a slot and a context for each stream."""
+    """Yield the same for llama.cpp's server, with a slot and a context for each stream."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

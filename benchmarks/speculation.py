@@ -26,7 +26,7 @@ from sparse_bitnet.generation.text import TextTokenizer
 
 
 def follow(engine: Engine, text: list[int]) -> None:
-    """From now on the engine's likeliest token at a place is the text's next one."""
+    """Make the engine's likeliest token at each place the text's next one, from now on."""
     compute = engine._compute
 
     def computed(batch, logits):
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--text", nargs=3, action="append", metavar=("NAME", "PROMPT", "TEXT"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--weight-format", default="auto")
-    parser.add_argument("--prompt-tokens", type=int, default=1500, help="most")
-    parser.add_argument("--tokens", type=int, default=400, help="most of a text")
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="maximum")
+    parser.add_argument("--tokens", type=int, default=400, help="maximum per text")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON lines; benchmarks/results/ by default")
+    parser.add_argument("--out", type=Path, help="JSON lines; default: in benchmarks/results/")
     options = parser.parse_args()
     tokenizer, rows = TextTokenizer.load(options.tokenizer), []
     console = Console()

@@ -64,7 +64,7 @@ for step in range(config.steps):
 
 
 def report(side: subprocess.Popen) -> tuple[float, float]:
-    """Seconds and loss of the step that a side makes."""
+    """Return seconds and loss of the next step of a side."""
     said = []
     for line in side.stderr:
         if line[:1] == "[" and line[1:2].isdigit():

@@ -37,7 +37,7 @@ class Progress(rich_progress.Progress):
         self.plain_lines = plain_lines
 
     def line(self, label: str, unit: str = "", scale: float = 1, after: float = 0) -> "Line":
-        """Return a line that appears with its first call, or its first call `after` so many seconds.
+        """Return a line that appears with its first call that comes `after` seconds or later.
 
         `scale` is the number of counted things in one `unit`: 1e6 for bytes shown in MB. Without a unit
         the line shows percent.

@@ -61,7 +61,7 @@ class RooflineMeter:
     """Measures the roofline of one thread count, a little at a time, between other measurements."""
 
     def __init__(self, threads: int, isas: Sequence[str], read_bytes: int = READ_BYTES) -> None:
-        """`isas`: names of matmul.h."""
+        """`isas`: instruction sets, by csrc/matmul.h's names."""
         from sparse_bitnet import _cpu
 
         self.threads = threads
@@ -70,7 +70,7 @@ class RooflineMeter:
         self._int8: dict[str, list[float]] = {isa: [] for isa in isas}
 
     def visit(self) -> None:
-        """Measure everything once, in a tenth of a second or two."""
+        """Measure everything once; takes one or two tenths of a second."""
         for read, rates in self._reads.items():
             rates.append(self._meter.read_rate(*read))
         for isa, rates in self._int8.items():
@@ -82,7 +82,7 @@ class RooflineMeter:
         return {
             "threads": self.threads,
             "isa": isa,
-            # Of the best of _READS.
+            # The best of _READS.
             "read_bytes_per_second": max(map(statistics.median, self._reads.values())),
             "int8_ops_per_second": statistics.median(self._int8[isa]),
         }

@@ -130,7 +130,7 @@ class Engine(InferenceEngine):
         try:
             self._decoder.forward(requests, _cpu.Logits[logits], values.ctypes.data if rows else 0)
         except ValueError as error:
-            # All else that it refuses was refused before.
+            # `forward` has checked everything else that the decoder refuses.
             raise CacheFull(f"{error}: close sequences or raise the cache's size") from error
         if logits == "none":
             return []

@@ -43,7 +43,7 @@ class EngineModel:
         return columns // shape[1] if len(shape) == 2 and shape[1] > 1 else 0
 
     def scale_groups(self) -> set[int]:
-        """`scale_group` of all layers."""
+        """Return `scale_group` of all linears, as a set."""
         return {
             self.scale_group(layer, linear)
             for layer in range(self.architecture.layers)

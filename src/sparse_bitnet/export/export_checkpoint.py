@@ -20,7 +20,7 @@ float32 whatever the dtype of the rest, since readers cast it to their compute d
 dense: holds codes * scale, for tools without a ternary format. Such a tool multiplies with
 unquantised activations, so its logits differ from ours by the rounding of our activations.
 A tool that quantises the weights to ternary again gets a wrong scale, since zeros enter its mean (a
-factor of 0.65 for a 6:8 Gaussian); hence the warning. Rotated weights return to the basis from before.
+factor of 0.65 for a 6:8 Gaussian); hence the warning. Rotated weights are rotated back.
 """
 
 from collections.abc import Callable, Iterator
@@ -216,7 +216,7 @@ def check_folder_format(source: Checkpoint, format: str) -> int:
 
 
 def _unrotated(source: Checkpoint, read: Callable[[str], Tensor], name: str) -> Tensor:
-    """Return `read(name)`, of a layer or another tensor, in the basis from before a rotation."""
+    """Return `read(name)`, a layer's weight or another tensor, without a rotation of its basis."""
     values, rotation = read(name), source.rotation
     if rotation is None or name not in (*source.layers, *rotation.tables(source.embeddings)):
         return values

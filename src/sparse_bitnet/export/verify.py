@@ -122,7 +122,7 @@ def transformers_reader(folder: Path, tokenizer: Any, name: str = "sparse-bitnet
             logits = _logits(model, torch.from_numpy(tokens.astype(np.int64))[None])
         return torch.log_softmax(logits[0], -1)
 
-    # Hide the progress bars of both packages; errors still raise.
+    # Hide progress bars of transformers and compressed-tensors; errors still raise.
     with contextlib.redirect_stderr(io.StringIO()):
         model = from_pretrained(folder, dtype=torch.float32).eval()
     return Reader(name, tokenise, log_probabilities)

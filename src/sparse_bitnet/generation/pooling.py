@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vector of a text, made of its hidden states: by default the last token's, which has seen all."""
+"""Pooling: how a text's hidden states become one vector. Default: the state of the last token."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from sparse_bitnet.checkpoint.model_folder import read_json_if_there
 from sparse_bitnet.errors import UserError
 
 Pooling = Literal["lasttoken", "mean"]
-"""Names of sentence-transformers."""
+"""Supported poolings, by their names in sentence-transformers."""
 
 
 def read_pooling(folder: str | Path) -> Pooling:

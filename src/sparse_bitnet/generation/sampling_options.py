@@ -13,8 +13,8 @@ RANGES = {
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
 }
-"""Accepted ranges, on the command line and by the server. Beyond them float32 would overflow, to no
-use: a penalty of 100 already forbids, a temperature of 100 already draws from all tokens alike."""
+"""Accepted ranges, on the command line and by the server. Larger values would overflow float32 and gain
+nothing: a penalty of 100 already forbids, a temperature of 100 makes all tokens equally likely."""
 
 _GREEDY_BELOW = 1e-4
 """Lower temperatures always choose the likeliest token, and would make logits overflow."""

@@ -49,9 +49,9 @@ def shares(
     parts of a slice for those in prefill.
 
     Args:
-        prefill_slice: prompt tokens in all if one generation decodes and waits for them; for each
-            further one fewer, down to a quarter, so that a large batch does not take twice as long;
-        prefill_alone: prompt tokens in all if none decodes.
+        prefill_slice: total of prompt tokens while one generation decodes; one fewer for every two that
+            decode, down to a quarter, so that a step of a large batch does not take twice as long.
+        prefill_alone: total of prompt tokens while none decodes.
     """
     prompts = [generation for generation in generations if generation.missing > 1]
     generating = len(generations) - len(prompts)

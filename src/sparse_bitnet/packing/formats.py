@@ -34,7 +34,7 @@ SCALE_GROUPS = (32, 64, 128, 256)
 """Counts of consecutive weights of a row that may share a scale."""
 
 FORMATS = ("i2", "b3", "nm-enum", "nm-sign")
-"""The packed formats."""
+"""Names of the packed formats."""
 
 AUTO_FORMAT = "b3"
 """The smallest format that loads in at most 1.5x the time of i2: b3 takes 1.4 times, nm-sign 2.0 and

@@ -195,7 +195,7 @@ I2_S_ARM = dataclasses.replace(I2_S, name="I2_S of ARM", decode=_fields(16, -1)[
 PQ2_0 = BlockType("PQ2_0", 142, 141, 128, 34, *_fields(1), scale_first=True)
 PTQ1_0 = BlockType("PTQ1_0", 143, 143, 128, 28, *_trits(16, 8, 2))
 PRISM_TYPES = (PQ2_0, PTQ1_0)
-"""Types that only programs read which know rotated weights; others would compute nonsense from those."""
+"""Types read only by programs that know rotated weights; any other would compute nonsense from these."""
 BLOCK_TYPES = {block.name: block for block in (TQ1_0, TQ2_0, Q2_0, I2_S, *PRISM_TYPES)}
 
 READ_TYPES = (

@@ -69,7 +69,7 @@ _METRICS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "cache_tokens": (Gauge, "Tokens the KV cache has room for", {}),
     "cache_used_tokens": (Gauge, "Tokens of the KV cache in use", {}),
     "kept_prefixes": (Gauge, "Ended sequences kept for prefix reuse", {}),
-    "time_to_first_token_seconds": (Histogram, "From arrival", {"buckets": _SECONDS}),
+    "time_to_first_token_seconds": (Histogram, "Arrival to first token", {"buckets": _SECONDS}),
     "time_per_token_seconds": (Histogram, "Between tokens", {"buckets": _TOKEN_SECONDS}),
     "request_seconds": (Histogram, "Arrival to end", {"buckets": _SECONDS}),
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request's body to its generations, or to tokens. It runs beside the event loop: large bodies
-take a while, and too large ones are refused before anything is built from them."""
+"""Turns the body of a request into generations or tokens. It runs outside the event loop, since large
+bodies take a while; those that are too large are refused before anything is built from them."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
