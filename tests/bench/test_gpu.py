@@ -97,6 +97,8 @@ def test_invalid_sizes_are_refused(options):
         GpuBenchOptions(rounds=0)
     with pytest.raises(UserError, match="--tokens"):
         GpuBenchOptions(tokens=(0,))
+    with pytest.raises(UserError, match=r"--rounds.*--rehearse takes its own"):
+        GpuBenchOptions(rehearse=True, rounds=3)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             main(["gpu"])

@@ -131,9 +131,10 @@ def test_texts_and_chats_are_tokenised():
         own.post_processor = processors.TemplateProcessing(
             single="<|end|> $0", special_tokens=[("<|end|>", END)]
         )
-        bodies = ({"prompt": "a"}, {"content": "a"}, {"content": "a", "add_special": True})
+        more = [{}, {"add_special": True}, {"add_special_tokens": True}]
+        bodies = ({"prompt": "a"}, *({"content": "a"} | each for each in more))
         counts = [http.post("/tokenize", json=body).json()["count"] for body in bodies]
-        assert counts == [2, 1, 2]
+        assert counts == [2, 1, 2, 2]
         messages = [{"role": "user", "content": "hi"}]
         chat = http.post("/tokenize", json={"model": "scripted", "messages": messages}).json()
         assert chat["tokens"] == TOKENIZER.encode("<user>hi[]<assistant>")

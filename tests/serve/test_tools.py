@@ -122,6 +122,7 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rom"}}'
         (LLAMA, '{"name": "Anna", "parameters": {}}', '{"name": "Anna", "parameters": {}}', []),
         (LLAMA, '{"answer": 42}', '{"answer": 42}', []),
         (LLAMA, "\n\nHello", "\n\nHello", []),
+        (LLAMA, "<|python_tag|>\nHello", "\nHello", []),
     ],
 )
 def test_texts_are_divided_however_they_come(syntax, text, content, calls):

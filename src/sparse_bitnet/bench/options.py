@@ -100,6 +100,8 @@ class GpuBenchOptions:
 
     def __post_init__(self) -> None:
         if self.rehearse:
+            names = ("model", "rounds", "context", "tokens", "batch")
+            refuse_unused(self, names, "--rehearse takes its own")
             self.model, self.rounds, self.context = "qwen2.5-0.3m", 1, 16
             self.tokens, self.batch = (32,), (2,)
         check_least(self, context=1, rounds=1, tokens=1, batch=1)

@@ -261,7 +261,7 @@ class TokenizeBody(StrictModel):
     prompt: str | None = None
     content: str | None = None
     messages: Any = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     add_special: bool | None = None
 
 
@@ -279,8 +279,8 @@ def tokenize(raw: bytes, model: ServedModel, most: int) -> dict[str, Any]:
         raise unknown_parameter(next(iter(more)))
     else:
         text = body.prompt or body.content or ""
-    by_default = body.prompt is not None if body.add_special is None else body.add_special
-    adds = body.messages is None and body.add_special_tokens and by_default
+    given = body.add_special_tokens if body.add_special is None else body.add_special
+    adds = body.prompt is not None if given is None else given
     tokens = _encode(text, model, most, adds_special=adds)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 

@@ -147,7 +147,8 @@ class ToolCallReader:
             self._state = "thought"
             return
         if start.startswith(PYTHON_TAG):
-            start = self._held = start.removeprefix(PYTHON_TAG).lstrip(_SPACE)
+            self._held = start.removeprefix(PYTHON_TAG)
+            return
         if not start or any(tag.startswith(start) for tag in (PYTHON_TAG, *THOUGHT)):
             return
         self._state = "body" if start[0] == "{" else "text"
