@@ -34,6 +34,8 @@ def test_a_missing_folder_is_named(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_recipe_reaches_torchrun_as_it_stands(script: Path, tmp_path: Path) -> None:
+    from torch.distributed.run import get_args_parser
+
     commands = tmp_path / "commands"
     for name, body in {
         "torchrun": 'printf "%s\\n" "$@"',
@@ -54,13 +56,7 @@ def test_a_recipe_reaches_torchrun_as_it_stands(script: Path, tmp_path: Path) ->
     own = arguments[arguments.index("train") + 1 :]
     chosen = parse(own, RECIPES["default"](), "default")
     assert (chosen.data, chosen.out, chosen.steps) == ("some data", "run", 5)
-    check_torchrun_options(arguments[: arguments.index("-m")])
-
-
-def check_torchrun_options(arguments: list[str]) -> None:
-    from torch.distributed.run import get_args_parser
-
-    options = get_args_parser().parse_args([*arguments, "script.py"])
+    options = get_args_parser().parse_args([*arguments[: arguments.index("-m")], "script.py"])
     assert options.max_restarts > 0
     assert options.standalone or options.rdzv_endpoint == "first:29400"
 

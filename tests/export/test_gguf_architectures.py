@@ -22,6 +22,7 @@ from sparse_bitnet.errors import UserError
 from sparse_bitnet.export.export_checkpoint import export
 from sparse_bitnet.export.export_config import ExportConfig
 from sparse_bitnet.export.importer import import_checkpoint
+from sparse_bitnet.export.verify import llama_cpp_reader
 from sparse_bitnet.generation.text import TextTokenizer
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -118,13 +119,6 @@ def centred(values: np.ndarray) -> np.ndarray:
     return values - values.mean(-1, keepdims=True)
 
 
-def llama_cpp_logits(file: Path, tokens: np.ndarray) -> np.ndarray:
-    from sparse_bitnet.export.verify import llama_cpp_reader
-
-    with llama_cpp_reader(file, 64) as reader:
-        return centred(reader.log_probabilities(tokens).numpy())
-
-
 @pytest.mark.parametrize("name", IN_LLAMA_CPP)
 def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) -> None:
     """Rows that fill no block are F16 there, so activations are not quantised: norms, ropes, windows and
@@ -139,7 +133,8 @@ def test_llama_cpp_computes_the_same_model(packed, tmp_path: Path, name: str) ->
     )
     tokens = np.arange(1, 33) * 7 % 392
     file = export_gguf(folder, tmp_path / "out", "tq2_0", embeddings="f32")
-    theirs = llama_cpp_logits(file, tokens)
+    with llama_cpp_reader(file, 64) as reader:
+        theirs = centred(reader.log_probabilities(tokens).numpy())
     export(folder, tmp_path / "dense", ExportConfig(format="dense", embeddings="f32"))
     expected = centred(reference_logits(tmp_path / "dense", tokens.tolist()))
     assert relative_error(theirs, expected) < 5e-3

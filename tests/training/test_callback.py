@@ -180,15 +180,12 @@ def test_a_loaded_model_can_be_fine_tuned_and_saved_by_trainer(make_trainer, tmp
     logs = training_logs(trainer)
     assert "flip_rate" in logs[1]
     trained = model.state_dict()
-    assert all(not torch.equal(trained[name], before[name]) for name in sparse_weights(model))
+    names = [f"{name}.weight" for name in sparse_layers(model)]
+    assert all(not torch.equal(trained[name], before[name]) for name in names)
     trainer.save_model(str(tmp_path / "tuned"))
     again = from_pretrained(tmp_path / "tuned")
     assert all(torch.equal(value, trained[name]) for name, value in again.state_dict().items())
     assert {str(layer.config) for layer in sparse_layers(again).values()} == {"ternary-6:8"}
-
-
-def sparse_weights(model: nn.Module) -> list[str]:
-    return [f"{name}.weight" for name in sparse_layers(model)]
 
 
 def test_a_model_that_was_not_converted_is_refused(make_trainer) -> None:
