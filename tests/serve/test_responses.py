@@ -136,6 +136,7 @@ def test_other_kinds_of_items_and_tools_are_dropped_and_named():
         "tools": [TOOL, TOOL | {"name": "odd", "parameters": odd}],
         "tool_choice": "auto",
         "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
         "extra_body": {"client_metadata": {"a": "b"}},
     }
     others = [{"type": "custom", "name": "apply_patch", "format": {}}, {"type": "local_shell"}]
@@ -146,7 +147,8 @@ def test_other_kinds_of_items_and_tools_are_dropped_and_named():
             model="scripted", temperature=0, max_output_tokens=300, **request
         )
     named = "client_metadata, input.custom_tool_call, input.custom_tool_call_output"
-    assert raw.headers["X-Ignored-Parameters"] == f"{named}, tools.custom, tools.local_shell"
+    also = "reasoning.summary, tools.custom, tools.local_shell"
+    assert raw.headers["X-Ignored-Parameters"] == f"{named}, {also}"
     answer = raw.parse()
     assert answer.usage.input_tokens == plain.usage.input_tokens
     assert [item.name for item in answer.output] == ["weather"]

@@ -146,6 +146,8 @@ def run(
     before, models = processor_seconds(), _models(options)
     sizes = [read_architecture(read_json(f / "config.json"), str(f)) for f in models.values()]
     most = min(size.positions for size in sizes)
+    if options.steps > most:
+        raise UserError(f"--steps {options.steps}: the model was made for {most} tokens at most")
     prefills = sorted({min(tokens, most) for tokens in options.prefill})
     contexts = sorted({max(0, min(tokens, most - options.steps)) for tokens in options.contexts})
     # Small batches first: memory is reported as it is after each.

@@ -210,15 +210,15 @@ def _plain(
     source: Checkpoint, row: GgufArchitecture, name: str, kind: GGMLQuantizationType
 ) -> np.ndarray:
     if len(source.others[name]) == 2 and stored_order(row, source.config, name) is None:
-        return np.concatenate([_encoded(part, kind) for part in source.pieces(name)])
+        return np.concatenate([_encoded(part, kind, name) for part in source.pieces(name)])
     values = to_file(row, source.config, name, source.read(name).float().numpy())
-    return _encoded(torch.from_numpy(values), kind)
+    return _encoded(torch.from_numpy(values), kind, name)
 
 
-def _encoded(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
+def _encoded(tensor: Tensor, kind: GGMLQuantizationType, name: str) -> np.ndarray:
     values = tensor.float().numpy()
     if kind == F16 and abs(values).max() > np.finfo(np.float16).max:
-        raise UserError("embedding or head has values beyond float16; use --embeddings bf16 or f32")
+        raise UserError(f"{name} has values beyond float16; use --embeddings bf16 or f32")
     return quantize(values, kind)
 
 

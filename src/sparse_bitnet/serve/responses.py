@@ -99,6 +99,8 @@ class ResponsesBody(SamplingBody):
         kinds |= {
             f"tools.{tool['type']}" for tool in self.tools or () if tool not in self.functions
         }
+        thinking = {**(self.reasoning or {}), "effort": None}
+        kinds |= {f"reasoning.{key}" for key, value in thinking.items() if value is not None}
         limit = {"max_output_tokens"} if "max_tokens" in ignored else set()
         return kinds | limit | self.ignored
 
