@@ -61,14 +61,6 @@ def distil(small_run: Any, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return lambda **changes: small_run(**{**values, **changes})
 
 
-def ids_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(1)
-    tokens = torch.randint(0, vocab_size, (3, 17))
-    labels = tokens[:, 1:].clone()
-    labels[0, :5] = -100
-    return tokens[:, :-1], labels
-
-
 @pytest.mark.parametrize("rows", [VOCAB, VOCAB - 16, VOCAB + 16])
 def test_the_loss_and_its_gradient_are_those_of_the_formula(distil, teacher, rows):
     """Also over the rows that both heads have, where the student's or the teacher's is padded."""
@@ -76,7 +68,10 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(distil, teacher, row
     config = distil(temperature=3.0, ce_weight=0.3, logits_weight=0.7, loss_chunk_tokens=7)
     student = tiny_model("llama", seed=5, vocab_size=rows).train()
     loaded = Teacher(teacher, torch.float32, CPU, both)
-    ids, labels = ids_and_labels(both)
+    torch.manual_seed(1)
+    tokens = torch.randint(0, both, (3, 17))
+    ids, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, :5] = -100
     loss = DistillationLoss(student, config, loaded)(ids, labels)
     loss.backward()
     gradients = [p.grad.clone() for p in student.parameters()]

@@ -159,14 +159,9 @@ def open_world(
         ) from error
     rank = dist.get_rank()
     try:
-        yield World(
-            rank=rank,
-            size=size,
-            mesh=init_device_mesh(
-                device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard")
-            ),
-            control_group=dist.new_group(backend="gloo", timeout=_LONE_WORK),
-        )
+        shape, names = (size // shard, shard), ("replicate", "shard")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        yield World(rank, size, mesh, dist.new_group(backend="gloo", timeout=_LONE_WORK))
     except RuntimeError as error:
         # Gloo raises plain RuntimeErrors.
         words = ("gloo", "nccl", "connection", "timed out", "socket")
